@@ -11,6 +11,7 @@ STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 SGLANG := .venv-sglang
 PARITY_ENV := .venv-parity
+SERVICE := .venv-service
 # A process more than cores, since tests wait now and then; each collects all tests, and makes what they share.
 PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadfile
 # To collect all tests takes each process half a minute.
@@ -23,7 +24,7 @@ EXACT := $(INSTALL) --no-deps
 # compiles nothing: the first import does, a sixth of what is installed.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-bench test-clients test-crashes test-hostile test-more test-parity test-ranks test-sglang check lint types fmt bench wheel clean
+.PHONY: demo test test-bench test-clients test-crashes test-hostile test-more test-parity test-ranks test-service test-sglang check lint types fmt bench wheel clean
 
 $(UV_HOME)/$(UV_VERSION):
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Rollbook needs Python 3.11 or newer"'
@@ -42,10 +43,10 @@ demo: $(STAMP)  ## record, query, train, replay: all of it, in a few minutes
 	$(BIN)/rollbook demo --replace
 
 test: $(STAMP)  ## every promise once, properties with few examples; those of one file stay together
-	$(PYTEST) --hypothesis-profile few -m "not crashes and not ranks and not more"
+	$(PYTEST) --hypothesis-profile few -m "not crashes and not ranks and not service and not more"
 
 test-more: $(STAMP)  ## what costs seconds and is held by a test above too; properties with all their examples
-	$(PYTEST) -m "(more or hypothesis) and not crashes and not ranks" $(filter-out tests/hostile/%,$(sort $(call MARKED,more) $(PROPERTIES)))
+	$(PYTEST) -m "(more or hypothesis) and not crashes and not ranks and not service" $(filter-out tests/hostile/%,$(sort $(call MARKED,more) $(PROPERTIES)))
 
 test-crashes: $(STAMP)  ## processes, servers and connections that end in the middle of everything: nothing is lost
 	$(PYTEST) -m crashes $(call MARKED,crashes)
@@ -84,6 +85,15 @@ $(PARITY_ENV)/.installed: tests/parity/requirements.txt | $(UV_HOME)/$(UV_VERSIO
 	@$(EXACT) --python $(PARITY_ENV) --requirement tests/parity/requirements.txt
 	@touch $@
 
+test-service: $(STAMP) $(SERVICE)/.installed  ## the real Tinker client against the training service
+	$(BIN)/pytest -m service $(call MARKED,service)
+
+$(SERVICE)/.installed: tests/service/requirements.txt | $(UV_HOME)/$(UV_VERSION)
+	@echo "setting up $(SERVICE) (seconds)"
+	@$(NEW) $(SERVICE)
+	@$(EXACT) --python $(SERVICE) --requirement tests/service/requirements.txt
+	@touch $@
+
 test-sglang: $(STAMP) $(SGLANG)/.installed  ## a real SGLang on this CPU; one process: its servers take minutes to start
 	$(BIN)/pytest tests/sglang
 
@@ -109,10 +119,10 @@ fmt: $(STAMP)  ## format the code
 
 bench: $(STAMP)  ## measure against the machine and against peers; a minute each, three for the proxy, eight for the loop and for hostile
 	@ROLLBOOK_UV="$(UV)" $(BIN)/python -m rollbook.bench.litellm_peer > /dev/null || echo "no litellm here: it is left out"
-	@for name in append hostile loop materialize proxy recover replay rollouts scale seal sql sync tail train; do $(BIN)/python -m bench $$name || exit; done
+	@for name in append hostile loop materialize proxy recover replay rollouts scale seal sql sync tail train view; do $(BIN)/python -m bench $$name || exit; done
 
 wheel: $(STAMP)  ## build the wheel and check that it works where nothing else is installed
 	bash .ci/wheel
 
 clean:
-	rm -rf $(VENV) $(UV_HOME) $(CLIENTS) $(SGLANG) $(PARITY_ENV) tests/clients/node_modules dist demo-store
+	rm -rf $(VENV) $(UV_HOME) $(CLIENTS) $(SGLANG) $(PARITY_ENV) $(SERVICE) tests/clients/node_modules dist demo-store

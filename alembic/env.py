@@ -5,7 +5,7 @@ from __future__ import annotations
 from alembic import context
 from sqlalchemy import Connection, create_engine
 
-from rollbook.store.catalog.tables import Base
+from rollbook.store.catalog.database import Base
 
 config = context.config
 

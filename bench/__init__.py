@@ -22,7 +22,7 @@ __all__ = ["Figure", "Outcome", "Spread", "run_bench"]
 
 BENCHES = (
     *("append", "bits", "hostile", "learning", "loop", "materialize", "proxy", "recover", "replay"),
-    *("rollouts", "scale", "seal", "sql", "sync", "tail", "train"),
+    *("rollouts", "scale", "seal", "sql", "sync", "tail", "train", "view"),
 )
 """Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
 SHIPPED = ("append", "bits")
@@ -61,7 +61,7 @@ def run_bench(name: str, folder: Path | None, as_json: bool, scale: float | None
     Args:
         scale: size of the measurement, for a benchmark that has sizes (hostile: times 100 kills
             and three rounds; learning: times 15 rollout batches; loop: times 200 kills; replay,
-            scale: times a million turns; rollouts: times 1,000 hostile agents; sql: times
+            scale, view: times a million turns; rollouts: times 1,000 hostile agents; sql: times
             100,000 turns).
 
     Raises:
@@ -98,7 +98,7 @@ def _sized(name: str, benchmark: Benchmark, scale: float) -> Any:
     if sized is None or scale <= 0:
         raise ConfigError(
             f"--scale {scale}: benchmark {name!r} has one size; hostile, learning, loop, replay, rollouts, "
-            "scale and sql take any above 0"
+            "scale, sql and view take any above 0"
         )
     return sized(scale)
 

@@ -21,15 +21,15 @@ def bench(
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Where to write; default: a temporary folder here. What learning, materialize, replay "
-            "and scale make stays there."
+            help="Where to write; default: a temporary folder here. What learning, materialize, replay, "
+            "scale and view make stays there."
         ),
     ] = None,
     scale: Annotated[
         float | None,
         typer.Option(
             help="hostile: times 100 kills; learning: times 15 batches; loop: times 200 kills; replay, "
-            "scale: times 1M turns; rollouts: times 1,000 hostile agents; sql: times 100,000 turns."
+            "scale, view: times 1M turns; rollouts: times 1,000 hostile agents; sql: times 100,000 turns."
         ),
     ] = None,
 ) -> None:

@@ -91,7 +91,7 @@ class Side:
         from rollbook.store import Event
         from rollbook.store.events import Record
         from rollbook.train.config.config import parse_config
-        from rollbook.train.publish.checkpointer import Checkpointer
+        from rollbook.train.publish.publish import Checkpointer, TrainedVersion
 
         values = {"run": RUN, "model": str(self._model), "steps": 1, "checkpoint": WAYS[way]}
         config = parse_config(values | {"algorithm": {"name": "sft"}}, way)
@@ -103,7 +103,7 @@ class Side:
             keeper = Checkpointer(config, self._log, self._history, append)
             meanwhile = config.checkpoint.overlap
             begun = time.perf_counter()
-            keeper.write(self._policy, 1, self._model, "bench", critic=None, meanwhile=meanwhile)
+            keeper.write(TrainedVersion(self._policy, 1, self._model, "bench"), meanwhile=meanwhile)
             held = time.perf_counter() - begun
             if meanwhile:
                 self.step()

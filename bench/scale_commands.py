@@ -24,7 +24,7 @@ from rollbook.testing.asgi import free_port
 
 READY_S = 1800.0
 POLL_S = 0.02
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "COLUMNS": "100"}
+OFFLINE = {"HF_HUBOFFLINE": "1", "TRANSFORMERSOFFLINE": "1", "COLUMNS": "100"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def run(words: Sequence[object], scratch: Path, code: int = 0) -> tuple[Use, byt
 
 def _environment() -> Mapping[str, str]:
     path = {"PYTHONPATH": str(Path(rollbook.__file__).parents[1])}
-    return {k: v for k, v in os.environ.items() if k not in KEY_VARIABLES} | path | _OFFLINE
+    return {k: v for k, v in os.environ.items() if k not in KEY_VARIABLES} | path | OFFLINE
 
 
 def serve_ready(log: Path, model: Path, scratch: Path) -> Use:
@@ -83,7 +83,7 @@ def serve_ready(log: Path, model: Path, scratch: Path) -> Use:
     words: list[object] = ["serve", "--store", log, "--model", model, "--run", RUN, "--port", port]
     words += ["--engine", "scripted", "--script", "rollbook.demo.task:teacher", "--no-seal"]
     begun = time.perf_counter()
-    with Process("serve", command(*words), scratch, "all", _OFFLINE, talks=False) as server:
+    with Process("serve", command(*words), scratch, "all", OFFLINE, talks=False) as server:
         server.await_http(f"http://127.0.0.1:{port}/healthz", READY_S)
         used = Use(server.cpu_s(), time.perf_counter() - begun)
         server.child.kill()  # nothing of it is kept
@@ -107,7 +107,7 @@ def train_ready(log: Path, model: Path, scratch: Path) -> Use:
     begun = time.perf_counter()
     with (
         opened.tail(opened.head(), wanted) as tail,
-        Process("train", words, scratch, "all", _OFFLINE, talks=False) as trainer,
+        Process("train", words, scratch, "all", OFFLINE, talks=False) as trainer,
     ):
         while not tail.poll():
             if trainer.child.poll() is not None or time.perf_counter() - begun > READY_S:

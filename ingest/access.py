@@ -19,10 +19,24 @@ AGENTS = OPERATORS | {Role.writer, Role.trajectory}
 LAUNCHERS = OPERATORS | {Role.writer}  # an agent, who has its trajectory's key, is not asked of its launch
 JUDGES = OPERATORS | {Role.judge}
 ALL = frozenset(Role)
+JUDGED_PAGES = (
+    "static/{name:path}",
+    "trajectories",
+    "trajectories.json",
+    "trajectories/{page:path}",
+    "compare/trajectories",
+    "compare/trajectories.json",
+)
+"""Of the viewer: what a judge sees."""
 
 RULES = (
     Rule("GET", "/healthz", READERS, open=True),  # its details
     Rule("GET", "/metrics", READERS),
+    # A person who judges reads trajectories; the rest of the log is for readers.
+    *(Rule("GET", f"/view/{pages}", READERS | {Role.judge}, browser=True) for pages in JUDGED_PAGES),
+    Rule("GET", "/view", READERS, browser=True),
+    Rule("GET", "/view/{page:path}", READERS, browser=True),
+    Rule(ANY, "/view/{page:path}", JUDGES, browser=True),
     Rule("GET", "/docs", ALL),
     Rule("GET", "/docs/oauth2-redirect", ALL),
     Rule("GET", "/redoc", ALL),

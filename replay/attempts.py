@@ -22,7 +22,7 @@ GIVEN = {"not_finite": "NotFiniteError", "all_rejected": "AllRejectedError"}
 """Rules by which a step that was skipped drops its samples, and the error that it failed with."""
 COMPARING = ("top_fraction", "group_incomplete", "zero_variance", "unpaired")
 """Rules that compare the samples of a group, in the order in which they are applied."""
-KINDS = frozenset(one.KIND for one in (RunOpened, SampleDropped, StepPlanned, StepFailed))
+KINDS = frozenset(record.KIND for record in (RunOpened, SampleDropped, StepPlanned, StepFailed))
 Dropped = tuple[str, str]
 """A leaf turn, and the rule by which its sample is dropped."""
 _ATTEMPT = f"CAST(coalesce({text('attempt')}, '1') AS BIGINT)"
@@ -185,7 +185,7 @@ def drops_of(log: Store, run: str, policy: str, steps: range) -> dict[tuple[int,
     """The drops that were recorded with attempts at consecutive steps: (step, attempt) -> drops."""
     parameters = {"run": run, "policy": policy, "first": steps[0], "last": steps[-1]}
     with connect_at(log, "head") as connection:
-        rows = connection.execute(_DROPS, parameters).fetchall()
+        rows = connection.read(_DROPS, parameters).fetchall()
     drops: dict[tuple[int, int], list[SampleDropped]] = {}
     for trajectory, turn, rule, recipe, step, detail, attempt, version, cut in rows:
         parsed = orjson.loads(detail)
@@ -220,6 +220,6 @@ def details_of(plan: StepPlanned, drops: Sequence[SampleDropped], due: Iterable[
             continue
         named, again = f"{drop.rule} of {drop.turn_id}", orjson.loads(orjson.dumps(now))
         keys = drop.detail.keys() | again.keys() if same_form else drop.detail.keys() & again.keys()
-        claim.said[named] = {key: drop.detail[key] for key in keys if key in drop.detail}
+        claim.recorded[named] = {key: drop.detail[key] for key in keys if key in drop.detail}
         claim.due[named] = {key: again[key] for key in keys if key in again}
     return claim

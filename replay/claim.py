@@ -14,11 +14,11 @@ class Claim:
     """What a manifest says under some keys, and what that must be.
 
     Attributes:
-        said: the values as recorded; due: as they must be. Both have the same keys.
+        recorded: the values as recorded; due: as they must be. Both have the same keys.
         open: what of it is taken as recorded.
     """
 
-    said: Json
+    recorded: Json
     due: Json
     open: str = ""
 
@@ -31,11 +31,11 @@ def judge_claim(stage: str, claim: Claim | str) -> StageReplay:
     """
     if isinstance(claim, str):
         return StageReplay(stage, Verdict.not_proven, why=claim)
-    digests = digest_json(claim.said), digest_json(claim.due)
-    for key, recorded in claim.said.items():
+    digests = digest_json(claim.recorded), digest_json(claim.due)
+    for key, recorded in claim.recorded.items():
         if recorded != claim.due.get(key):
             place = _place(key, recorded, claim.due.get(key))
-            return StageReplay(stage, Verdict.differs, *digests, why=place.said(), place=place)
+            return StageReplay(stage, Verdict.differs, *digests, why=place.in_words(), place=place)
     return StageReplay(stage, Verdict.equal, *digests, why=claim.open)
 
 

@@ -63,7 +63,7 @@ class Place:
     replayed: Json | str | float | None = None
     ulps: int | None = None
 
-    def said(self) -> str:
+    def in_words(self) -> str:
         """In words."""
         parts = [] if self.key is None else [self.key]
         if self.sample is not None:

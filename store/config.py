@@ -103,7 +103,7 @@ class InvalidValue:
 
 def invalid_values(error: ValidationError, values: Any) -> list[InvalidValue]:
     """Every invalid value, once each; of a union, the error of the branch that matched furthest is kept."""
-    errors = [_of(item, values) for item in error.errors(include_url=False)]
+    errors = [_invalid_value(item, values) for item in error.errors(include_url=False)]
     kept: list[InvalidValue] = []
     for item in errors:
         deeper = item.inside and any(_extends(other.keys, item.keys) for other in errors)
@@ -167,7 +167,7 @@ def _holds(values: Any, part: int | str) -> bool:
     return isinstance(values, dict) and part in values
 
 
-def _of(error: ErrorDetails, values: Any) -> InvalidValue:
+def _invalid_value(error: ErrorDetails, values: Any) -> InvalidValue:
     keys: list[str] = []
     inside = False
     for place, part in enumerate(error["loc"]):
@@ -339,6 +339,12 @@ class Table(BaseModel):
 
 
 def toml_lines(values: Json) -> str:
-    """A line for each value, a comment where there is none."""
-    # A JSON text is a TOML text for every value that a configuration has.
-    return "\n".join(f"# {k}: not set" if v is None else f"{k} = {json.dumps(v)}" for k, v in values.items())
+    """A line for each value, a comment where there is none; tables behind all others."""
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    # A JSON text is a TOML text for every other value that a configuration has.
+    lines = [
+        f"# {key}: not set" if value is None else f"{key} = {json.dumps(value)}"
+        for key, value in values.items()
+        if key not in tables
+    ]
+    return "\n".join([*lines, *(f"\n[{name}]\n{toml_lines(table)}" for name, table in tables.items())])

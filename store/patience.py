@@ -15,20 +15,20 @@ class Patience:
     Attributes:
         began: when, by the clock that `due` is called with.
         after_s, again_s: other times than these.
-        said: when it was last reported; None: never.
+        reported: when it was last reported; None: never.
     """
 
     began: float
     after_s: float = SAY_AFTER_S
     again_s: float = SAY_AGAIN_S
-    said: float | None = None
+    reported: float | None = None
 
     def due(self, now: float) -> bool:
         """Whether it is to be reported now, which then counts as reported."""
-        last, pause = (self.began, self.after_s) if self.said is None else (self.said, self.again_s)
+        last, pause = (self.began, self.after_s) if self.reported is None else (self.reported, self.again_s)
         if now - last < pause:
             return False
-        self.said = now
+        self.reported = now
         return True
 
 
@@ -38,11 +38,11 @@ class Waiting:
 
     Attributes:
         since: who waits -> since when.
-        said: when it was last reported; None: not since the present waiting began.
+        reported: when it was last reported; None: not since the present waiting began.
     """
 
     since: dict[object, float] = field(default_factory=dict)
-    said: float | None = None
+    reported: float | None = None
 
     @property
     def oldest(self) -> float:
@@ -56,17 +56,17 @@ class Waiting:
     def end(self, who: object) -> bool:
         """Note that one no longer waits; whether that ends a wait that was reported."""
         self.since.pop(who, None)
-        if self.since or self.said is None:
+        if self.since or self.reported is None:
             return False
-        self.said = None
+        self.reported = None
         return True
 
     def due(self, now: float) -> int:
         """How many of them have waited for 10 s, if that is to be reported now; otherwise 0."""
         count = sum(now - since >= SAY_AFTER_S for since in self.since.values())
-        if not count or (self.said is not None and now - self.said < SAY_AGAIN_S):
+        if not count or (self.reported is not None and now - self.reported < SAY_AGAIN_S):
             return 0
-        self.said = now
+        self.reported = now
         return count
 
 

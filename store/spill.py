@@ -15,6 +15,10 @@ SHARE = 2
 """DuckDB may fill at most 1 / SHARE of the free space of that disk."""
 
 
+QUIET = "SET enable_progress_bar = false"
+"""For each connection: the bar is printed on the standard output, among whatever is printed there."""
+
+
 class Spill:
     """A folder that only its owner may enter, in the system's place for temporary files (`TMPDIR`).
 
@@ -49,6 +53,7 @@ def private_database() -> Iterator[duckdb.DuckDBPyConnection]:
     spill = Spill()
     try:
         with duckdb.connect(":memory:", config={"threads": 1} | spill.config) as connection:
+            connection.execute(QUIET)
             yield connection
     finally:
         spill.release()

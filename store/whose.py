@@ -38,7 +38,7 @@ class ProxyIdentity:
         return f"{run} of store {self.store}" if self.store else run
 
     @classmethod
-    def said(cls, details: Mapping[str, Any]) -> ProxyIdentity:
+    def of_health(cls, details: Mapping[str, Any]) -> ProxyIdentity:
         """The identity that a proxy reports at /healthz."""
         return cls(*(str(details.get(name) or "") for name in ("store", "run", "start")))
 

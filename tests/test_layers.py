@@ -24,7 +24,10 @@ BELOW = {
     "lineage": {"train", "store"},
     "cassettes": {"ingest", "engines", "edge", "store"},
     "transcript": {"store"},
-    "viewer": {"transcript", "lineage", "train", "ingest", "engines", "edge", "store"},
+    "service": {"train", "engines", "edge", "store"},
+    "viewer": {
+        *("transcript", "lineage", "rollouts", "replay", "train", "ingest", "engines", "edge", "store"),
+    },
 }
 """Layer -> what it may import beside itself. From `rollouts` on: applications that others stand on."""
 AT_ROOT = ("store", "ingest", "train", "replay")
@@ -40,7 +43,7 @@ ROOMS = {
     ],
     "train": [
         *("algorithms", "config", "select", "batches", "sources", "model", "ranks", "checkpoints", "sync"),
-        *("environment", "step", "resume", "publish", "loop", "curves", "doctor", "reward_scores"),
+        *("environment", "tenants", "step", "resume", "publish", "loop", "curves", "doctor", "reward_scores"),
     ],
     "replay": ["claims", "step", "stretch", "bundles", "what_if", "rollouts"],
 }

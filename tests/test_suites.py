@@ -24,7 +24,7 @@ def test_all_suites_are_run(root: Path) -> None:
     assert named == steps - {"test-bench"}
 
 
-@pytest.mark.parametrize("mark", ["crashes", "ranks", "more"])
+@pytest.mark.parametrize("mark", ["crashes", "ranks", "service", "more"])
 def test_what_is_left_out_is_run_elsewhere(root: Path, mark: str) -> None:
     """A mark takes a test out of one suite, and its own suite finds it."""
     targets = _targets(root)
@@ -44,7 +44,7 @@ def test_few_examples_where_they_are_asked_for(request: pytest.FixtureRequest) -
     """`make test` caps what a property gives itself; every other suite takes all."""
     few = request.config.getoption("--hypothesis-profile") == "few"
     own = test_a_property_of_forty_examples._hypothesis_internal_use_settings  # type: ignore[attr-defined]
-    assert own.max_examples == (15 if few else 40)
+    assert own.max_examples == (10 if few else 40)
 
 
 def test_what_stays_is_there(request: pytest.FixtureRequest, kept_parameters: dict[str, int]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 
 from rollbook.bench.hostile.script import PIECE_S, PIECES, SLOWLY, question_of, reply_to
+from rollbook.bench.scripted.asgi import Message, Receive, Send, read_body, reply, run_alone, send_part
 from rollbook.bench.tied import end_with_parent
-from rollbook.testing.asgi import Message, Receive, Send, read_body, reply, run_alone, send_part
 
 COOKIE = b"session=set-by-the-upstream; HttpOnly"
 BOMB_BYTES = 1 << 30

@@ -14,9 +14,9 @@ from typing import Any
 
 import orjson
 
+from rollbook.bench.scripted.asgi import Message, Receive, Send, read_body, reply, run_alone
 from rollbook.bench.scripted.dialogues import Material, Reply
 from rollbook.bench.tied import end_with_parent
-from rollbook.testing.asgi import Message, Receive, Send, read_body, reply, run_alone
 
 _MARK = re.compile(r"#(\d\d)$")
 

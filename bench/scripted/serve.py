@@ -8,13 +8,13 @@ from typing import Any
 
 import orjson
 
+from rollbook.bench.scripted.asgi import run_alone
 from rollbook.bench.scripted.job import Options, Script, hashed, in_turn
 from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.bench.scripted.weights import Fault
 from rollbook.bench.tied import end_with_parent
 from rollbook.engines.scripted import load_script
 from rollbook.ingest.tokens.message_form import conversation_digest
-from rollbook.testing.asgi import run_alone
 
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:

@@ -21,9 +21,9 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer
 
+from rollbook.bench.scripted.asgi import Message, Receive, Send, drop, read_body, reply, send_part, until_gone
 from rollbook.bench.scripted.job import Failed, Job, Options, Script, draft, hashed
 from rollbook.bench.scripted.weights import Fault, Faults, ScriptedWeights
-from rollbook.testing.asgi import Message, Receive, Send, drop, read_body, reply, send_part, until_gone
 
 VERSION = "0.5.23"
 

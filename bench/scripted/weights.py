@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from rollbook.bench.scripted.asgi import Message
 from rollbook.bench.scripted.job import Job, Options
-from rollbook.testing.asgi import Message
 
 VOCABULARY_MULTIPLE = 64
 NO_SESSION = "must run between begin_weight_update() and end_weight_update()"

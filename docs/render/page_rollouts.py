@@ -13,7 +13,7 @@ from rollbook.rollouts.config import (
     ContainerConfig,
     EvaluationConfig,
     JudgeConfig,
-    LimitsConfig,
+    Limits,
     NodesConfig,
     RetriesConfig,
     RolloutConfig,
@@ -32,7 +32,7 @@ unknown key, or a value of another type, is an error that names all such keys. W
 TABLES: Mapping[str, type[BaseModel]] = {
     "Top of the file": RolloutConfig,
     "`[agent]`": AgentConfig,
-    "`[agent.limits]`": LimitsConfig,
+    "`[agent.limits]`": Limits,
     "`[agent.container]`": ContainerConfig,
     "`[agent.service]`": ServiceConfig,
     "`[agent.nodes]`": NodesConfig,

@@ -51,6 +51,11 @@ the bytes, as in `\\xe2\\x82`. `token_text(run, id)` says it of any id, such as 
 rollbook sql "select text, count(*) from tokens group by text" --store demo-store --model model
 ```
 
+A query reads of `turns` the columns that it names: `turn_id`, `status`, versions, lengths, times and other
+numbers are kept ready, texts and tokens are read from the events. One for at most a thousand turns, by a
+limit or by a condition on what is kept ready or on the trajectory's name, reads the texts and tokens of those
+alone. `explain` shows a query as it is run, but for that.
+
 Times are UTC. A JSON column is taken apart with `->>'$.key'`. Lists count from 1, but token positions,
 steps and versions from 0. No view is stored: each is a query over `events`.
 """

@@ -54,13 +54,13 @@ class _Reservation:
     Attributes:
         asked: how many requests share it.
         begun: the trajectory is in the log, and counts there.
-        told: how many of its requests reported its beginning before the log was read that far.
+        reported: how many of its requests reported its beginning before the log was read that far.
     """
 
     group: str | None
     asked: int = 1
     begun: bool = False
-    told: int = 0
+    reported: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +175,7 @@ class AdmissionGate:
         if reservation.begun:
             self.leave(name)
         else:
-            reservation.told += 1
+            reservation.reported += 1
 
     def keep(self, name: str, group: str | None) -> None:
         """Reserve room for a trajectory that was admitted before this gate began."""
@@ -193,7 +193,7 @@ class AdmissionGate:
     def _begun(self, name: str) -> None:
         reservation = self._reserved[name]
         reservation.begun = True
-        count, reservation.told = reservation.told, 0
+        count, reservation.reported = reservation.reported, 0
         for _ in range(count):
             self.leave(name)
 

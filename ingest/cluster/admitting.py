@@ -219,11 +219,11 @@ class RemoteGate:
 
     def _tell(self, what: str, token: int, **more: Any) -> None:
         """Tell the first worker, and again if it dies before it has answered."""
-        task = asyncio.get_running_loop().create_task(self._told(what, {"token": token, **more}))
+        task = asyncio.get_running_loop().create_task(self._tell_first(what, {"token": token, **more}))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _told(self, what: str, words: Json) -> None:
+    async def _tell_first(self, what: str, words: Json) -> None:
         lock = self._telling.setdefault(words["token"], asyncio.Lock())  # what is said later comes later
         with contextlib.suppress(RequestError):
             async with lock:

@@ -21,8 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from rollbook.ingest.cluster.messages import GIVE_BACK, HOLDS, UnreachableError, Wire
-from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.recording.recovery import RunRecovery
+from rollbook.ingest.recording.recorder import Recorder, RunRecovery
 from rollbook.ingest.recording.restore import RunReader
 from rollbook.ingest.trajectories.place import FIRST, Place
 from rollbook.ingest.trajectories.registry import Trajectories

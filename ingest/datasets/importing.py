@@ -22,9 +22,8 @@ import numpy as np
 import orjson
 
 from rollbook.ingest.datasets.files import rows_of, size_of
-from rollbook.ingest.datasets.formats import AUTO, converted, renamed
+from rollbook.ingest.datasets.formats import AUTO, Converted, converted, renamed
 from rollbook.ingest.datasets.messages import RowError
-from rollbook.ingest.datasets.rows import Converted
 from rollbook.ingest.replies.choose import AUTO as BY_TEMPLATE
 from rollbook.ingest.replies.choose import choose_family
 from rollbook.ingest.replies.written import LEFT_OUT, ReplyWriter, says_nothing
@@ -61,7 +60,7 @@ class Reading:
     shape: str = AUTO
     keys: Mapping[str, str] = field(default_factory=dict)
     show: int = 0
-    look: Callable[[FirstLook], None] = lambda found: None
+    look: Callable[[FirstLook], None] = lambda first: None
     leave_out: Collection[str] = ()
     template_kwargs: Json = field(default_factory=dict)
     imitated: bool = False

@@ -451,7 +451,7 @@ def _result(block: Json) -> Json:
     return block | {"content": [b if b.get("type") in ("text", "image") else as_text(b) for b in content]}
 
 
-_READER = LenientReader(PATH, "messages", read, lambda sent: [_known_blocks(one) for one in sent])
+_READER = LenientReader(PATH, "messages", read, lambda sent: [_known_blocks(message) for message in sent])
 
 
 # Replies ----------------------------------------------------------------------------------------

@@ -94,9 +94,9 @@ class RunReader:
         """Take which trajectories are open, and which are outstanding, by the scalars of the log."""
         params = {"run": self._run, "splits": sorted(TRAINABLE), "latest": LOOSE_KEPT}
         with connect_at(self._store, format_cut(self.cut)) as connection:
-            opened = connection.execute(_OPEN, {"run": self._run}).fetchall()
+            opened = connection.read(_OPEN, {"run": self._run}).fetchall()
             self._open = dict.fromkeys(row[0] for row in opened)
-            rows = connection.execute(_RESTORED, params).fetchall()
+            rows = connection.read(_RESTORED, params).fetchall()
         finished = []
         for trajectory_id, group, split, status, finished_us, productive, policies, oldest, sampled in rows:
             self.outstanding.restore(

@@ -58,7 +58,7 @@ class RunWriter:
             WriteFailedError: they are not durable.
             UnstorableError: one of them, or of what they rest on, has no stored form.
         """
-        pending = {one for one in behind if one is not None and (not one.done() or one.exception())}
+        pending = {base for base in behind if base is not None and (not base.done() or base.exception())}
         events = self._events(records)
         noted = self._waiting.get(next(iter(pending))) if len(pending) == 1 else None
         if noted is not None:

@@ -30,11 +30,11 @@ class Address:
     """Where a request was sent, and by whom.
 
     Attributes:
-        said: what the path says of the trajectory.
+        fields: what the path says of the trajectory.
         path: the endpoint's.
     """
 
-    said: Json
+    fields: Json
     path: str
     caller: Caller
 
@@ -68,7 +68,7 @@ class RequestResolver:
             RequestError: 400, it names two, or its headers cannot be read.
         """
         naming = self.settings.naming
-        identity = identify(address.said, request.headers, body, address.caller.key, naming)
+        identity = identify(address.fields, request.headers, body, address.caller.key, naming)
         if identity.by != "hint" or identity.name is None:
             return identity
         return replace(identity, name=self.recorder.redactor.text(identity.name))
@@ -164,7 +164,7 @@ class RequestResolver:
             raise RequestError(409, "trajectory_finished", text)
         for field in ("group", "task", "split"):
             sent, opened = getattr(wanted, field), getattr(live.opened, field)
-            if field in identity.said and sent != opened:
+            if field in identity.fields and sent != opened:
                 text = f"trajectory {name!r} was opened with {field} {opened!r}, not {sent!r}"
                 raise RequestError(409, "trajectory_conflict", text)
         return live
@@ -179,4 +179,4 @@ class RequestResolver:
 
     def _clean(self, identity: Identity) -> Identity:
         redacted = self.recorder.redactor.fields
-        return replace(identity, said=redacted(identity.said), labels=redacted(identity.labels))
+        return replace(identity, fields=redacted(identity.fields), labels=redacted(identity.labels))

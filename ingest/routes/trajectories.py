@@ -280,12 +280,12 @@ class Book:
     def __init__(self, context: TrajectoryRouteContext) -> None:
         self._desk = context
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._said: TTLCache[str, tuple[Event, ...]] = TTLCache(REMEMBERED, REMEMBERED_S)
+        self._noted: TTLCache[str, tuple[Event, ...]] = TTLCache(REMEMBERED, REMEMBERED_S)
         """Trajectory -> what was said of its launches since its opening."""
 
     def opened(self, trajectory_id: str) -> None:
         """A trajectory was opened here: nothing is reported of it yet."""
-        self._said[trajectory_id] = ()
+        self._noted[trajectory_id] = ()
 
     async def say(
         self, name: str, launch_id: str, response: Response, make: Callable[[Launch], Record | str]
@@ -306,16 +306,16 @@ class Book:
         live = await self._desk.recorder.look_up(name)
         if live is not None and live.opening is None:  # or it may still turn out not to be there
             trajectory_id = live.opened.trajectory_id
-            if (events := self._said.get(trajectory_id)) is not None:
+            if (events := self._noted.get(trajectory_id)) is not None:
                 return trajectory_id, events
         return await self._desk.events(name)
 
     async def _write(self, trajectory_id: str, record: Record) -> str:
         """The id of the record's event, once it is durable."""
-        before = self._said.pop(trajectory_id, None)  # where the write fails, only the log knows what it has
+        before = self._noted.pop(trajectory_id, None)  # where the write fails, only the log knows what it has
         [event] = await self._desk.recorder.write(record)
         if before is not None:
-            self._said[trajectory_id] = (*before, event)
+            self._noted[trajectory_id] = (*before, event)
         return event.event_id
 
 

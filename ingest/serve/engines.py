@@ -85,10 +85,10 @@ def _routing(settings: ServeSettings) -> Routing:
         ConfigError: the model is none.
     """
     model = model_of(settings)
-    found = routing_of(model)
-    if found is None:
+    routing = routing_of(model)
+    if routing is None:
         raise ConfigError(f"--routed-experts: {model} is no mixture of experts")
-    return found
+    return routing
 
 
 def _embedded(settings: ServeSettings) -> MakeEngine:

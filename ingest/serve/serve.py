@@ -1,10 +1,16 @@
-"""`rollbook serve`: a store, a model and an engine behind one HTTP port."""
+"""`rollbook serve`: a store, a model and an engine behind one HTTP port.
+
+What `rollbook serve` loads before it records anything, and what each worker makes of it.
+
+What settings cannot mean together, or on this system.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import os
 import signal
 import socket
@@ -12,9 +18,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,23 +30,36 @@ from rollbook.edge.connections import Connections, bounded_http, connections_for
 from rollbook.edge.listening import listening_on
 from rollbook.edge.memory import give_back
 from rollbook.edge.web_pages import is_loopback
+from rollbook.engines.engine import Engine
+from rollbook.engines.hub import hub_reference, name_at_hub
+from rollbook.engines.startup_check import check_engines
+from rollbook.engines.weights.identify import Identity
 from rollbook.ingest.cluster.bus import Bus, Inboxes
 from rollbook.ingest.cluster.messages import Wire, token_of
 from rollbook.ingest.cluster.peers import Peers
+from rollbook.ingest.cluster.setup import Cluster
 from rollbook.ingest.cluster.shard_leases import ShardLeases, seat_claimed
 from rollbook.ingest.cluster.shared_connections import shared_http, take_connections
 from rollbook.ingest.cluster.siblings import Siblings
 from rollbook.ingest.recording.recorder import Recorder
+from rollbook.ingest.recording.redact import Redactor
+from rollbook.ingest.recording.runner import TurnRunner
+from rollbook.ingest.replies.choose import choose_family
+from rollbook.ingest.replies.family import Family
 from rollbook.ingest.secrets import ProxySecrets
-from rollbook.ingest.serve.checks import check_settings
-from rollbook.ingest.serve.leader_duties import Seals, sealer_beside
-from rollbook.ingest.serve.prepared import Prepared, prepared
+from rollbook.ingest.serve.engines import MakeEngine, make_engine, model_of, upstream_of
+from rollbook.ingest.serve.proxy import Seals, build_app, identity_of, sealer_beside
+from rollbook.ingest.serve.viewer import ViewerBeside, viewer_beside
 from rollbook.ingest.serve.workers import Workers, in_child
 from rollbook.ingest.settings import ServeSettings
+from rollbook.ingest.tokens.bridge import Bridges, TreePolicy
+from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.ingest.trajectories.place import ALONE, FIRST, Place
+from rollbook.ingest.upstream.paths import Upstream
+from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, build_upstream_app
 from rollbook.store import Store
-from rollbook.store.errors import LaneLockedError
-from rollbook.store.events import Json
+from rollbook.store.errors import ConfigError, LaneLockedError
+from rollbook.store.events import Json, RunOpened
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +128,18 @@ def serve(settings: ServeSettings, secrets: ProxySecrets, announce: Announce) ->
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not be in the workers
     proxy = prepared(settings, secrets)
     listener = listening_on(settings.host, settings.port)
-    if settings.proxies:
-        _serve_as_one_of(proxy, listener, announce)
-        return
-    with claimed(settings) as log:
-        if settings.workers > 1:
-            _serve_together(proxy, listener, log, announce)
+    with viewer_beside(settings.store, settings.model) as viewer:
+        if settings.proxies:
+            _serve_as_one_of(proxy, listener, viewer, announce)
             return
-        recorder = _recorder(log, settings)
-        said = proxy.looked_at(recorder)
-        announce(_started(proxy, listener, log.path, recorded_by(recorder), said))
-        _run(settings, log.path, proxy.app(recorder), listener, proxy.headers)
+        with claimed(settings) as log:
+            if settings.workers > 1:
+                _serve_together(proxy, listener, viewer, log, announce)
+                return
+            recorder = _recorder(log, settings)
+            info = proxy.looked_at(recorder)
+            announce(_started(proxy, listener, log.path, recorded_by(recorder), info))
+            _run(settings, log.path, proxy.app(recorder), viewer, listener, proxy.headers)
 
 
 @contextlib.contextmanager
@@ -156,7 +176,9 @@ def _recorder(
 # One of several proxies -----------------------------------------------------------------------------
 
 
-def _serve_as_one_of(proxy: Prepared, listener: socket.socket, announce: Announce) -> None:
+def _serve_as_one_of(
+    proxy: Prepared, listener: socket.socket, viewer: ViewerBeside, announce: Announce
+) -> None:
     """Serve as one of several proxies of the run: see `ingest.cluster.peers`."""
     settings = proxy.settings
     log = store.open(settings.store, create=True)
@@ -165,24 +187,26 @@ def _serve_as_one_of(proxy: Prepared, listener: socket.socket, announce: Announc
     wire = Wire(settings.proxies, lanes, settings.proxy, token_of(log.path, settings.run))
     with seat_claimed(log, settings.run, wire) as claims:
         recorder = _recorder(log, settings, place, patience_s=ADOPTED_S)
-        said = proxy.looked_at(recorder)
-        announce(_started(proxy, listener, log.path, recorded_by(recorder), said))
+        info = proxy.looked_at(recorder)
+        announce(_started(proxy, listener, log.path, recorded_by(recorder), info))
         peers = Peers(ShardLeases(wire, recorder, claims), settings.naming)
         peers.keeps_headers = bool(proxy.headers)
         if settings.seal:
             peers.duties.append(Seals(log.path))
-        _run(settings, log.path, proxy.app(recorder, peers), listener, proxy.headers, peers=peers)
+        _run(settings, log.path, proxy.app(recorder, peers), viewer, listener, proxy.headers, peers=peers)
 
 
 # Several workers ----------------------------------------------------------------------------------
 
 
-def _serve_together(proxy: Prepared, listener: socket.socket, log: Store, announce: Announce) -> None:
+def _serve_together(
+    proxy: Prepared, listener: socket.socket, viewer: ViewerBeside, log: Store, announce: Announce
+) -> None:
     """Serve with several workers: see `ingest.serve.workers`."""
     settings = proxy.settings
-    told = in_child(lambda: _open_together(proxy, log.path))
+    opened = in_child(lambda: _open_together(proxy, log.path))
     listener.listen(BACKLOG)  # who comes before the workers waits
-    announce(_started(proxy, listener, log.path, *told))
+    announce(_started(proxy, listener, log.path, *opened))
     inboxes = Inboxes.made(settings.workers)
 
     def work(number: int, ready: Callable[[], None]) -> None:
@@ -190,7 +214,7 @@ def _serve_together(proxy: Prepared, listener: socket.socket, log: Store, announ
         mine = store.open(settings.store)
         siblings = Siblings(place, Bus(place, inboxes), place.lanes(settings.lane), settings.naming)
         app = proxy.app(_recorder(mine, settings, place), siblings)
-        _run(settings, mine.path, app, listener, proxy.headers, siblings, ready)
+        _run(settings, mine.path, app, viewer, listener, proxy.headers, siblings, ready)
 
     gc.collect()
     gc.freeze()  # what is loaded is the same for all workers: a collection would copy it for each
@@ -210,27 +234,23 @@ def _open_together(proxy: Prepared, path: Path) -> tuple[Recorded, Json]:
         ) as recorder:
             adopted.update(recorder.adopted)
             truncated += recorder.writer.recovered.truncated_bytes
-            said = proxy.looked_at(recorder) if number == FIRST else {}
+            info = proxy.looked_at(recorder) if number == FIRST else {}
     lanes = Place(FIRST, settings.workers).lanes(settings.lane)
-    return Recorded(", ".join(lanes), {k: n for k, n in adopted.items() if n}, truncated), said
+    return Recorded(", ".join(lanes), {k: n for k, n in adopted.items() if n}, truncated), info
 
 
 def _run(
     settings: ServeSettings,
     path: Path,
     app: FastAPI,
+    viewer: ViewerBeside,
     listener: socket.socket,
     headers: Mapping[str, bool],
     siblings: Siblings | None = None,
     ready: Callable[[], None] = lambda: None,
     peers: Peers | None = None,
 ) -> None:
-    """Run the application until a signal ends it.
-
-    Args:
-        ready: called once connections are taken.
-        peers: the other proxies of the run, if there are any.
-    """
+    """Run the application until a signal ends it; `ready` is called once connections are taken."""
     each = 2 if settings.engine in ("upstream", "sglang") else 1
     wanted = settings.share.max_connections
     places = Connections(connections_for(raise_descriptors(), each, wanted), app.state.refused)
@@ -248,7 +268,9 @@ def _run(
         **forwarding(settings.forwarded_from),
         **headers,  # type: ignore[arg-type]
     )
-    server = _Server(config, siblings, ready, peers, app.state.stop)
+    viewer.add(app)
+    stops = (app.state.stop, viewer.stop)
+    server = _Server(config, siblings, ready, peers, stops)
     for endless in (app.state.streams, *([] if peers is None else [peers.seats])):
         endless.stopping = lambda: server.should_exit  # neither a followed tail nor a watch ends by itself
     # What is loaded by now is never freed. Without freezing it the first full collection would visit all
@@ -276,10 +298,10 @@ class _Server(uvicorn.Server):
         siblings: Siblings | None,
         ready: Callable[[], None],
         peers: Peers | None,
-        stop: Callable[[], None],
+        stops: Sequence[Callable[[], None]],
     ) -> None:
         super().__init__(config)
-        self._siblings, self._ready, self._peers, self._stop = siblings, ready, peers, stop
+        self._siblings, self._ready, self._peers, self._stops = siblings, ready, peers, stops
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to take connections."""
@@ -294,7 +316,8 @@ class _Server(uvicorn.Server):
         Who sent a request on to one that had just closed its port could not tell whether it had been heard.
         What waits, for weights, for its turn or for room, is told to come again, or all would wait for it.
         """
-        self._stop()
+        for stop in self._stops:
+            stop()
         if self._peers is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._peers.seats.left.wait(), LEAVE_S)
@@ -307,7 +330,7 @@ def forwarding(addresses: Sequence[str]) -> dict[str, Any]:
     return {"proxy_headers": bool(addresses), "forwarded_allow_ips": list(addresses)}
 
 
-def _started(proxy: Prepared, listener: socket.socket, path: Path, recorded: Recorded, said: Json) -> Started:
+def _started(proxy: Prepared, listener: socket.socket, path: Path, recorded: Recorded, info: Json) -> Started:
     settings = proxy.settings
     loopback = is_loopback(settings.host) or settings.host == "localhost"
     return Started(
@@ -318,5 +341,185 @@ def _started(proxy: Prepared, listener: socket.socket, path: Path, recorded: Rec
         adopted=recorded.adopted,
         truncated_bytes=recorded.truncated_bytes,
         exposed=not loopback and not proxy.secrets.keys.configured,
-        **said,
+        **info,
     )
+
+
+class Prepared(Protocol):
+    """A proxy whose parts are loaded."""
+
+    settings: ServeSettings
+    secrets: ProxySecrets
+    headers: Mapping[str, bool]
+    """For uvicorn: which headers it adds to replies."""
+
+    def looked_at(self, recorder: Recorder) -> Json:
+        """Check the engines, record that the run is opened, and say what `Started` says of them.
+
+        Raises:
+            RollbookError: an engine cannot be used.
+        """
+
+    def app(self, recorder: Recorder, others: Cluster | None = None) -> FastAPI:
+        """The application; with others, if it is not the only process that records the run."""
+
+
+def prepared(settings: ServeSettings, secrets: ProxySecrets) -> Prepared:
+    """Load what the settings name.
+
+    Raises:
+        RollbookError: something cannot be used.
+    """
+    if settings.engine == "upstream":
+        return ForUpstream(settings, secrets, upstream_of(settings, secrets))
+    model = model_of(settings)
+    tokenizer = load_chat_tokenizer(model)
+    family = choose_family(settings.reply_format, model, tokenizer.template_source)
+    make = make_engine(settings, secrets, tokenizer)
+    tree = TreePolicy(settings.reasoning, settings.history, settings.unfinished)
+    return ForTokens(settings, secrets, model, family, make, Bridges.tested(tokenizer, tree))
+
+
+def recorded_settings(settings: ServeSettings, secrets: ProxySecrets) -> Json:
+    """What `run.opened` says of a proxy: under the names that logs have had from the first; of keys their
+    names and roles."""
+
+    def plain(value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    def of(*names: str) -> Json:
+        return {name: plain(getattr(settings, name)) for name in names}
+
+    return {
+        **of("store", "model", "engine", "script", "host", "port", "run", "lane", "workers", "proxies"),
+        "number": settings.proxy,
+        **of("policy", "device", "threads", "seal"),
+        "engine_urls": [address.url for address in settings.engine_url],
+        "engine_key": bool(secrets.engine_key),
+        "engine_admin_key": bool(secrets.engine_admin_key),
+        **of("engine_ask", "images", "routed_experts", "reply_format"),
+        "tree": of("reasoning", "history", "unfinished"),
+        **of("hold_s", "forwarded_from"),
+        "pass_paths": settings.pass_path,
+        "proxy": {
+            "keys": secrets.keys.roles(),
+            "keys_file": plain(settings.keys),
+            "hosts": sorted(secrets.own.names),
+            "origins": sorted(secrets.own.origins),
+            "trajectory_headers": settings.naming[1:],
+            **of("on_store_failure", "max_body_bytes", "max_bodies_bytes", "body_timeout_s", "max_running"),
+            **of("max_connections", "max_consumers", "max_reply_bytes", "memory_bytes", "admission"),
+            "abandoned_s": settings.abandon_s,
+            "image_hosts": settings.image_host,
+        },
+    }
+
+
+@dataclass(slots=True, eq=False)
+class ForUpstream:
+    """Passes requests on and records what passed."""
+
+    settings: ServeSettings
+    secrets: ProxySecrets
+    upstream: Upstream
+    headers: Mapping[str, bool] = field(default_factory=lambda: SERVER_OPTIONS)
+
+    def looked_at(self, recorder: Recorder) -> Json:
+        """Record that the run is opened."""
+        recorder.append(RunOpened("serve", recorded_settings(self.settings, self.secrets))).result()
+        return {"upstream": self.upstream.url}
+
+    def app(self, recorder: Recorder, others: Cluster | None = None) -> FastAPI:
+        """The record-only proxy."""
+        return build_upstream_app(recorder, self.upstream, self.settings.share, self.secrets, others)
+
+
+@dataclass(slots=True, eq=False)
+class ForTokens:
+    """Renders and tokenizes here, and has an engine answer."""
+
+    settings: ServeSettings
+    secrets: ProxySecrets
+    model: Path
+    family: Family
+    make: MakeEngine
+    bridges: Bridges
+    headers: Mapping[str, bool] = field(default_factory=dict)
+    _made: tuple[Recorder, Engine, Identity] | None = None
+
+    def looked_at(self, recorder: Recorder) -> Json:
+        """Check the engines, and record that the run is opened."""
+        engine, identity = self._engine(recorder)
+        notes = check_engines(engine, identity, self.model)
+        config = recorded_settings(self.settings, self.secrets)
+        config |= {"reply_format": self.family.name, "refused": self.bridges.refused} | hub_reference(
+            self.model
+        )
+        digests = (self.bridges.tokenizer.tokenizer_digest, self.bridges.tokenizer.template_digest)
+        recorder.append(RunOpened("serve", config, str(self.model), *digests)).result()
+        return {"reply_format": self.family.name, "refused": self.bridges.refused, "notes": notes}
+
+    def app(self, recorder: Recorder, others: Cluster | None = None) -> FastAPI:
+        """The proxy."""
+        engine, identity = self._engine(recorder)
+        turn_runner = TurnRunner(recorder, engine, self.bridges, self.family, self.settings.hold_s)
+        name = (name_at_hub(self.model) or self.model.resolve().name).split("/")[-1].split("@")[0]
+        return build_app(turn_runner, self.settings.share, self.secrets, name, identity, others)
+
+    def _engine(self, recorder: Recorder) -> tuple[Engine, Identity]:
+        """The engine, and who identifies its weights; of one recorder the same."""
+        if self._made is None or self._made[0] is not recorder:
+            identity = identity_of(recorder, self.settings.policy, self.model)
+            self._made = recorder, self.make(identity), identity
+        return self._made[1:]
+
+
+def check_settings(settings: ServeSettings) -> None:
+    """See that a proxy can run with these settings.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    Redactor(settings.redact)
+    if settings.workers > 1:
+        _check_workers(settings)
+    if settings.proxies or settings.proxy:
+        _check_proxies(settings)
+    for address in settings.forwarded_from:
+        try:
+            ipaddress.ip_network(address)
+        except ValueError as error:
+            text = f"--forwarded-from {address!r}: {error}: give an address or a network, such as 10.0.0.0/8"
+            raise ConfigError(text) from error
+
+
+def _check_workers(settings: ServeSettings) -> None:
+    """See that there can be several workers.
+
+    Raises:
+        ConfigError: there cannot.
+    """
+    if settings.engine == "embedded":
+        text = f"--workers {settings.workers}: the embedded engine holds its weights in one process: "
+        raise ConfigError(text + "use --workers 1, or serve the model with SGLang and --engine sglang")
+    if sys.platform != "linux":
+        text = f"--workers {settings.workers} needs Linux, which hands connections from process to process: "
+        raise ConfigError(text + "use --workers 1")
+
+
+def _check_proxies(settings: ServeSettings) -> None:
+    """See that this can be one of several proxies.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    count = len(settings.proxies)
+    if count < 2 or len(set(settings.proxies)) < count:
+        raise ConfigError(f"proxies {list(settings.proxies)}: name two or more, each once")
+    if settings.proxy >= count:
+        raise ConfigError(f"--proxy {settings.proxy}: there are {count} proxies, 0 to {count - 1}")
+    if settings.engine == "embedded":
+        text = "proxies: the embedded engine holds its weights in one process: serve the model with SGLang"
+        raise ConfigError(f"{text} and --engine sglang, or record with one proxy")
+    if settings.workers > 1:
+        raise ConfigError(f"--workers {settings.workers}: one of several proxies is one process; name more")

@@ -45,25 +45,25 @@ def in_child(work: Callable[[], Any]) -> Any:
         _be_child(lambda: _tell(writing, work))
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        told = pipe.read()
+        data = pipe.read()
     _, status = os.waitpid(pid, 0)
-    if not told:
+    if not data:
         raise EngineError(
             f"the proxy cannot begin: a process ended with status {status}; see what it printed"
         )
-    found = pickle.loads(told)  # our own child's
-    if isinstance(found, RollbookError):
-        raise found
-    return found
+    outcome = pickle.loads(data)  # our own child's
+    if isinstance(outcome, RollbookError):
+        raise outcome
+    return outcome
 
 
 def _tell(pipe: int, work: Callable[[], Any]) -> None:
     try:
-        found = work()
+        outcome = work()
     except RollbookError as error:
-        found = error
+        outcome = error
     with os.fdopen(pipe, "wb") as file:
-        file.write(pickle.dumps(found))
+        file.write(pickle.dumps(outcome))
 
 
 def _be_child(work: Callable[[], None]) -> Never:

@@ -100,7 +100,8 @@ class Bridges:
     @classmethod
     def tested(cls, tokenizer: ChatTokenizer, policy: TreePolicy | None = None) -> Bridges:
         """Bridges after the self-test and the trial."""
-        trial = remembering(tokenizer)  # both ask for the same conversations, for each end of a turn
+        # Both ask for the same conversations, for each end of a turn.
+        trial = replace(tokenizer, template=cast(jinja2.Template, _Remembering(tokenizer.template)))
         bridges = cls(trial, policy or TreePolicy(), self_test(trial))
         bridges.by_excerpt = bridges.refused is None and bridges._excerpts_agree()
         bridges.tokenizer = tokenizer
@@ -406,11 +407,6 @@ def trial_conversations() -> Iterator[Trial]:
             yield [*lead, user, *used], answer, [more], _TOOLS
             yield [*lead, *chat, user, *used], call, results, _TOOLS
             yield [*lead, *chat, user, *used], call, [*results, more], _TOOLS
-
-
-def remembering(tokenizer: ChatTokenizer) -> ChatTokenizer:
-    """The same tokenizer, whose template renders a conversation once; to be dropped after the trial."""
-    return replace(tokenizer, template=cast(jinja2.Template, _Remembering(tokenizer.template)))
 
 
 class _Remembering:

@@ -67,27 +67,27 @@ class TemplateTraits:
         fields = (self.counted or {}).get(place, frozenset())
         return field in fields or ANY in fields
 
-    def same(self, one: Json, other: Json) -> bool:
+    def same(self, message: Json, other: Json) -> bool:
         """Whether two messages that say the same in their normal form are the same to this template too.
 
         Args:
-            one: in one form, as the other.
+            message: in one form, as the other.
         """
-        role = str(one.get("role"))
+        role = str(message.get("role"))
         if self.developer and role != other.get("role") and "developer" in (role, other.get("role")):
             return False
-        if not self._same(place_of(role), one, other, _FORMED):
+        if not self._same(place_of(role), message, other, _FORMED):
             return False
-        calls = zip(one.get("tool_calls") or (), other.get("tool_calls") or (), strict=False)
+        calls = zip(message.get("tool_calls") or (), other.get("tool_calls") or (), strict=False)
         return all(self._same(CALL, call, other_call, _FORMED_IN_CALLS) for call, other_call in calls)
 
-    def _same(self, place: str, one: Json, other: Json, formed: frozenset[str]) -> bool:
+    def _same(self, place: str, message: Json, other: Json, formed: frozenset[str]) -> bool:
         fields = (self.counted or {}).get(place, frozenset())
         if ANY in fields:
-            return {k: v for k, v in one.items() if k not in formed} == {
+            return {k: v for k, v in message.items() if k not in formed} == {
                 k: v for k, v in other.items() if k not in formed
             }
-        return all(one.get(field) == other.get(field) for field in fields)
+        return all(message.get(field) == other.get(field) for field in fields)
 
 
 def place_of(role: str) -> str:

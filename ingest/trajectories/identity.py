@@ -34,13 +34,13 @@ class Identity:
 
     Attributes:
         name: the client's name for it; None: quarantine.
-        said: fields that it gave besides, of `OpenTrajectory`; the rest is as it was.
+        fields: fields that it gave besides, of `OpenTrajectory`; the rest is as it was.
         labels: from path or header; a hint that was overruled is among them.
         by: what named it: path, header, key, hint or nothing.
     """
 
     name: str | None
-    said: Json
+    fields: Json
     labels: Json
     by: str
 
@@ -51,7 +51,7 @@ class Identity:
 
     def wanted(self) -> OpenTrajectory:
         """The trajectory to open, if there is none of that name."""
-        return validated(OpenTrajectory, {"id": self.name, "labels": self.labels} | self.said)
+        return validated(OpenTrajectory, {"id": self.name, "labels": self.labels} | self.fields)
 
 
 def split_path(path: str) -> tuple[Json, str]:

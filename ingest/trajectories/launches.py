@@ -132,7 +132,7 @@ def rollout_course(store: Store, run: str, name: str) -> Json:
     with connect_at(store, cut) as connection:
 
         def table(query: str) -> dict[str, list[Any]]:
-            result = connection.sql(query, params=params).to_arrow_table()
+            result = connection.relation(query, params).to_arrow_table()
             return {column: result[column].to_pylist() for column in result.column_names}
 
         places = table(_PLACES)

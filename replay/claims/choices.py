@@ -57,8 +57,8 @@ from rollbook.train.sources.backlog import Backlog
 from rollbook.train.sources.queue_source import QueueSource
 
 OF_AGENTS = frozenset(
-    one.KIND
-    for one in (
+    record.KIND
+    for record in (
         *(TrajectoryOpened, TrajectoryAdopted, TrajectoryFinished, TrajectoryErased),
         *(TurnRequested, TurnCompleted, TurnFailed, TurnDelivered, RewardAssigned),
     )
@@ -409,8 +409,8 @@ class FollowedQueue(QueueSource):
         """Put a group's trajectories into another order."""
         group = replace(self._complete_groups[name], trajectories=tuple(trajectories))
         for trajectory_id in trajectories:
-            self._of[trajectory_id] = [
-                group if other.name == name else other for other in self._of[trajectory_id]
+            self._by_trajectory[trajectory_id] = [
+                group if other.name == name else other for other in self._by_trajectory[trajectory_id]
             ]
         self._complete_groups[name] = group
         self._fit.pop(name, None)

@@ -1,5 +1,6 @@
 """Whether a step's learning rate, seed, samples and micro-batches are those that its training's
-settings give at this step, and whether its algorithm follows from the step before."""
+settings give at this step, and whether its algorithm follows from the step before.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.batches.batch import Batch, mini_batches
 from rollbook.train.config.parallel import recorded_parallel
 from rollbook.train.ranks.policy import Policy
-from rollbook.train.resume.schedule import divide_samples
+from rollbook.train.resume.restore import divide_samples
 from rollbook.train.select.samples import Sample
 from rollbook.train.step.critic import recorded_critic
 from rollbook.train.step.step import step_seed

@@ -123,7 +123,7 @@ class Selections:
             "others": _by_name(others if recipe.group_statistics == "all" else plan.others),
         }
         details = details_of(plan, drops, ruled)
-        return Claim(recorded | {"details": details.said}, due | {"details": details.due}, hung)
+        return Claim(recorded | {"details": details.recorded}, due | {"details": details.due}, hung)
 
     def _given(self, plan: StepPlanned, drops: Sequence[SampleDropped]) -> list[list[str]]:
         """What the step has to drop because earlier attempts at it were skipped."""

@@ -1,7 +1,7 @@
 """Compares what engines reported that they hold of a version with what that version's weights give.
 
 `policy.activated` has the engine's own checksums, and how it holds tensors. From that and the
-weights the checksums follow (`engines.weights.expected`), so that neither the trainer that sent the
+weights the checksums follow (`engines.weights.compare`), so that neither the trainer that sent the
 weights nor the verification of its sync has to be believed.
 """
 
@@ -14,7 +14,7 @@ from typing import Literal
 import orjson
 import torch
 
-from rollbook.engines.weights.expected import expected_ranks_digest
+from rollbook.engines.weights.compare import expected_ranks_digest
 from rollbook.replay.verdict import Place, StageReplay, Verdict
 from rollbook.store import Store
 from rollbook.store.digest import digest_json
@@ -130,7 +130,7 @@ def sent(compared: Sequence[Sent]) -> StageReplay | None:
         )
         what = "checksums" if checksums else "weights"
         place = Place(key=f"{what} of engine {odd.engine}", recorded=both[0], replayed=both[1])
-        return StageReplay("sent", Verdict.differs, *digests, why=place.said(), place=place)
+        return StageReplay("sent", Verdict.differs, *digests, why=place.in_words(), place=place)
     unknown = sorted({entry.engine for entry in compared if entry.verdict == "not recorded"})
     why = f"how {', '.join(unknown)} held them was not recorded" if unknown else ""
     return StageReplay("sent", Verdict.equal, *digests, why=why)

@@ -20,15 +20,16 @@ from rollbook.replay.step.compare import (
     ONLY_DIGESTS,
     ORDER,
     DiffContext,
+    Due,
     Lenient,
     compare_digests,
     hashes_of,
     place_in,
     place_of_token,
+    with_missing,
 )
-from rollbook.replay.step.recorded_parts import STAGE as EVIDENCE
-from rollbook.replay.step.recorded_parts import Due, with_missing
-from rollbook.replay.step.recorded_parts import evidence as of_parts
+from rollbook.replay.step.compare import STAGE as EVIDENCE
+from rollbook.replay.step.compare import evidence as of_parts
 from rollbook.replay.step.tolerances import compare_stage
 from rollbook.replay.verdict import Place, StageReplay, Verdict
 from rollbook.store import Store
@@ -231,7 +232,7 @@ def compare_samples(
         return StageReplay(stage, Verdict.not_recorded)
     if recorded.shape != replayed.shape:
         place = Place(key="samples", recorded=str(len(recorded)), replayed=str(len(replayed)))
-        return StageReplay(stage, Verdict.differs, why=place.said(), place=place)
+        return StageReplay(stage, Verdict.differs, why=place.in_words(), place=place)
     odd = [at for at in samples if (recorded[at] != replayed[at]).any()]
     hashes = [array[list(samples)].tobytes().hex() for array in (recorded, replayed)]
     if odd and lenient is not None and not lenient.tolerance(stage).exact:
@@ -239,7 +240,7 @@ def compare_samples(
     places = [place_in(stage, sides, at) for at in odd[:1]] or list(_odd_numbers(stage, samples, sides))
     if not odd and not places:
         return StageReplay(stage, Verdict.equal, hashes[0], hashes[1])
-    why = "" if places[0] is None else places[0].said()
+    why = "" if places[0] is None else places[0].in_words()
     return StageReplay(stage, Verdict.differs, hashes[0], hashes[1], why, places[0])
 
 

@@ -1,11 +1,16 @@
 """Runs committed steps again, one after another, and checks that each of their stages came out as
-recorded."""
+recorded.
+
+A policy in place for replays: built as a step's manifest says, in the state before the step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
+import orjson
 import torch
 
 from rollbook.engines.weights.digests import Look, Tensors
@@ -22,13 +27,14 @@ from rollbook.replay.step.compare import (
     Lenient,
     TensorsOf,
     compare_digests,
+    due_of,
+    evidence,
     hashes_of,
     metrics,
+    with_missing,
 )
+from rollbook.replay.step.compare import STAGE as EVIDENCE
 from rollbook.replay.step.partial import ModelNumbers, Part, part_stages
-from rollbook.replay.step.policy import ReplayPolicy, made_for, policies, put
-from rollbook.replay.step.recorded_parts import STAGE as EVIDENCE
-from rollbook.replay.step.recorded_parts import due_of, evidence, with_missing
 from rollbook.replay.step.run_log import RunLog
 from rollbook.replay.step.starts import Start
 from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
@@ -40,12 +46,20 @@ from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.batches.batch import Batch
 from rollbook.train.batches.manifest_batch import begins, samples_at_cut
-from rollbook.train.checkpoints.checkpoint import Checkpoint
+from rollbook.train.checkpoints.checkpoint import Adapter, Checkpoint
+from rollbook.train.config.config import Dtype, OptimizerConfig
+from rollbook.train.config.lora import recorded_lora
+from rollbook.train.config.parallel import recorded_parallel
+from rollbook.train.environment import fingerprint, with_files
+from rollbook.train.model.model import Build, choose_device, set_deterministic
+from rollbook.train.model.shape import ModelShape
 from rollbook.train.ranks.policy import Policy
-from rollbook.train.resume.rerun import RerunStep, input_evidence, rerun_steps
+from rollbook.train.ranks.ranks import Ranks
+from rollbook.train.resume.promise import Promise, promise
+from rollbook.train.resume.restore import RerunStep, input_evidence, put_in_place, rerun_steps
 from rollbook.train.select.recipe import ModelLimits
-from rollbook.train.step.experiences import Experiences
-from rollbook.train.step.scoring import References
+from rollbook.train.step.critic import recorded_critic, restored_critic
+from rollbook.train.step.experiences import Experiences, References
 from rollbook.train.step.step import STAGES
 
 UPDATE = ("optimizer", "weights", "critic_optimizer", "critic_weights")
@@ -54,18 +68,18 @@ NO_UPDATE = "the checkpoint has no optimizer state"
 
 
 @dataclass(slots=True, eq=False)
-class Replayer:
+class Replayer(AbstractContextManager["Replayer"]):
     """Runs steps again from a start, in order.
 
     Attributes:
-        of: the run.
+        run_log: the run.
         trust_parts: import and run the user's parts that manifests name (`module:name`).
         one_rank: one rank in the place of all those of a layout.
         look: is given each gradient of the policy, in the steps that are run from now on.
         last: the step that was run last.
     """
 
-    of: RunLog
+    run_log: RunLog
     start: Start
     trust_parts: bool = False
     one_rank: bool = False
@@ -81,11 +95,8 @@ class Replayer:
     history: History = field(init=False)
 
     def __post_init__(self) -> None:
-        self.log, self.history = self.of.log, self.of.history
+        self.log, self.history = self.run_log.log, self.run_log.history
         self._references = References(self.log, self.history)
-
-    def __enter__(self) -> Replayer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._placed is not None:
@@ -140,8 +151,7 @@ class Replayer:
             reran=[plan.step],
             stages={stage: stages[stage] for stage in wanted if stage in stages},
             metrics=step_metrics,
-            environment=[str(difference) for difference in (*promise.against, *promise.beside)]
-            + list(promise.unsteady),
+            environment=promise.told,
             promised=promise.bits,
         )
 
@@ -179,7 +189,7 @@ class Replayer:
         stages = {
             s: compare_digests(s, recorded.get(s), digest, sides, lenient) for s, digest in digests.items()
         }
-        due = due_of(self.history, step, self.of.trainings)
+        due = due_of(self.history, step, self.run_log.trainings)
         stages = with_missing(stages, due)
         if self.start.weights_only:
             stages |= self._without_update(stages)
@@ -255,11 +265,11 @@ class Replayer:
         )
         lenient = self._lenient(step, rerun.recorded, placed)
         stages = {
-            stage: compare_digests(stage, rerun.recorded.get(stage), rerun.found.get(stage), sides, lenient)
+            stage: compare_digests(stage, rerun.recorded.get(stage), rerun.new.get(stage), sides, lenient)
             for stage in STAGES
-            if stage in rerun.recorded or stage in rerun.found
+            if stage in rerun.recorded or stage in rerun.new
         }
-        due = due_of(self.history, step, self.of.trainings)
+        due = due_of(self.history, step, self.run_log.trainings)
         stages = with_missing(stages, due)
         stages["metrics"] = metrics(step, rerun.metrics, lenient, due.metric)
         if self.start.weights_only:
@@ -298,7 +308,7 @@ class Replayer:
         }
 
     def _claims(self, step: CommittedStep, batch: Batch, placed: ReplayPolicy) -> dict[str, StageReplay]:
-        shape, selections = self.start.shape, self.of.selections
+        shape, selections = self.start.shape, self.run_log.selections
         mixture = shape.mixture if step.planned.routing_replay else None
         selections.limits = ModelLimits(shape.vocab, shape.context, mixture)
         begun = self.history.beginning(step)
@@ -310,7 +320,7 @@ class Replayer:
         }
 
     def _training(self, step: CommittedStep) -> StageReplay:
-        return training(self.history, step, self.of.trainings, excerpt=self.of.selections.excerpt)
+        return training(self.history, step, self.run_log.trainings, excerpt=self.run_log.selections.excerpt)
 
     def _schedule(
         self, step: CommittedStep, batch: Batch, placed: ReplayPolicy, selections: Selections
@@ -325,7 +335,7 @@ class Replayer:
 
     def _sent(self, step: CommittedStep, weights: StageReplay, policy: Policy) -> StageReplay | None:
         """The stage `sent` of the version that a step made; None where no engine was given it."""
-        activated = self.of.activated.get(step.committed.policy_version, ())
+        activated = self.run_log.activated.get(step.committed.policy_version, ())
         if activated and weights.verdict != Verdict.equal:
             return StageReplay("sent", Verdict.not_proven, why="the step's weights are not proven")
         return sent(sent_differences(activated, policy.weights_digest().digest, policy.stream_weights))
@@ -337,7 +347,7 @@ class Replayer:
 
     def _values(self, step: CommittedStep) -> Mapping[str, Singles]:
         """What the step recorded of each trained token, by stage."""
-        return self.of.vectors.get((step.planned.step, step.planned.attempt), {})
+        return self.run_log.vectors.get((step.planned.step, step.planned.attempt), {})
 
 
 def _tensors_in(held: Checkpoint | None) -> TensorsOf:
@@ -349,3 +359,153 @@ def _tensors_in(held: Checkpoint | None) -> TensorsOf:
         return None if tensors is None else tensors.get(name)
 
     return find
+
+
+@dataclass(slots=True, eq=False)
+class ReplayPolicy:
+    """A policy in place, for the steps of one training in one layout.
+
+    Attributes:
+        made_for: the parts of a manifest that it is built by.
+    """
+
+    made_for: Json
+    ranks: Ranks
+    policy: Policy
+    critic: Policy | None
+    experiences: Experiences
+
+    def state(self, plan: StepPlanned) -> Checkpoint:
+        """What a checkpoint of it would hold, if trained as this manifest says."""
+        policy, critic = self.policy, self.critic
+        adapter = None
+        if plan.lora is not None and (factors := policy.adapter()):
+            adapter = Adapter(_copied(factors), recorded_lora(plan.lora))
+        return Checkpoint(
+            _copied(policy.weights()),
+            _copied(policy.optimizer_state()),
+            None if critic is None else _copied(critic.weights()),
+            None if critic is None else _copied(critic.optimizer_state()),
+            adapter,
+        )
+
+    def tensor(self, stage: str, name: str) -> torch.Tensor | None:
+        """A tensor of a stage of weights or of an optimizer, as it is now; None where it has none."""
+        policy = self.critic if stage.startswith("critic") else self.policy
+        if policy is None:
+            return None
+        if stage.endswith("weights"):
+            return policy.weights().get(name)
+        return policy.optimizer_state().get(name) if stage.endswith("optimizer") else None
+
+    def promise(self, plan: StepPlanned) -> Promise:
+        """Whether a step is promised to give the recorded bits here."""
+        return promise(plan.environment, _fingerprint(plan, self.ranks.described))
+
+
+def promised(log: Store, run: str, plan: StepPlanned, *, one_rank: bool) -> Promise:
+    """Whether a step of a run is promised to give the recorded bits in this process; asked before anything
+    is built. Source files that differ are named.
+
+    Args:
+        one_rank: one rank in the place of all those of the layout.
+    """
+    set_deterministic(int(plan.environment["threads"]))
+    parallel, ranks = recorded_parallel({} if one_rank else plan.environment.get("parallel") or {})
+    here = _fingerprint(plan, parallel.described(ranks))
+    return promise(*with_files(log, run, plan.environment, here))
+
+
+def _fingerprint(plan: StepPlanned, layout: Json) -> Json:
+    """The fingerprint that a step would get here."""
+    return fingerprint(device_like(plan), plan.algorithm, layout, dtype=plan.environment["dtype"])
+
+
+def made_for(plan: StepPlanned, *, one_rank: bool) -> Json:
+    """The parts of a manifest that a policy is built by.
+
+    Args:
+        one_rank: one rank in the place of all those of the layout.
+    """
+    environment = plan.environment
+    return {
+        "phase": plan.phase,
+        "optimizer": plan.optimizer,
+        "lora": plan.lora,
+        "critic": None if plan.critic is None else plan.critic["optimizer"],
+        "parallel": {} if one_rank else environment.get("parallel") or {},
+        "dtype": environment["dtype"],
+        "device": str(environment["device"]).split(":")[0],
+    }
+
+
+def put(
+    plan: StepPlanned,
+    wanted: Json,
+    shape: ModelShape,
+    held: Checkpoint,
+    references: References,
+    *,
+    goes_on: bool,
+) -> ReplayPolicy:
+    """Build a policy, and put what a checkpoint holds in place.
+
+    Args:
+        wanted: what it is built by.
+        goes_on: whether the step's training goes on from the checkpoint; else it begins there.
+
+    Raises:
+        ModelError: it cannot be built, or is of another architecture.
+        RankError: it needs several ranks, and one of them does not come.
+        TrainError: there is no checkpoint of the base weights of its LoRA factors.
+    """
+    ranks = Ranks(*recorded_parallel(wanted["parallel"]))
+    try:
+        policy, experiences = policies(
+            ranks, plan, wanted["dtype"], shape, held, references, ("actor", "critic"), goes_on=goes_on
+        )
+    except BaseException:
+        ranks.close()
+        raise
+    return ReplayPolicy(wanted, ranks, policy, experiences.critic, experiences)
+
+
+def policies(
+    ranks: Ranks,
+    plan: StepPlanned,
+    dtype: Dtype,
+    shape: ModelShape,
+    held: Checkpoint,
+    references: References,
+    names: tuple[str, str],
+    *,
+    goes_on: bool,
+) -> tuple[Policy, Experiences]:
+    """The policy of a manifest, and what makes its batches, with the critic if there is one. Arguments and
+    errors as of `put`.
+
+    Args:
+        names: by which the ranks know the policy and its critic.
+    """
+    threads = int(plan.environment["threads"])
+    how = Build(1, device_like(plan), plan.seed, threads, dtype)
+    optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
+    lora = None if plan.lora is None else recorded_lora(plan.lora)
+    own = replace(how, lora=None if lora is None else lora.config)
+    policy = ranks.policy(names[0], shape, optimizer, own)
+    put_in_place(policy, held, lora, references, goes_on=goes_on)
+    critic = None
+    if plan.critic is not None:
+        settings = recorded_critic(plan)
+        critic = restored_critic(ranks, shape, settings, held, how, goes_on=goes_on, name=names[1])
+    return policy, Experiences(policy, references, critic)
+
+
+def device_like(plan: StepPlanned) -> torch.device:
+    """A device of the kind that a step was taken on, if there is one here."""
+    kind = str(plan.environment["device"]).split(":")[0]
+    return choose_device("cpu" if kind == "cuda" and not torch.cuda.is_available() else kind)
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from rollbook.replay.step.run_log import RunLog
 from rollbook.store import Store
 from rollbook.store.errors import ModelError, OutsideError, ReplayError, TrainError
-from rollbook.store.events import CheckpointWritten
+from rollbook.store.events import CheckpointWritten, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.safe_paths import place_inside
 from rollbook.train.batches.manifest_batch import begins
@@ -38,6 +38,19 @@ class Start:
     passed_over: tuple[str, ...] = ()
 
 
+def refuse_clients(run: str, plan: StepPlanned) -> None:
+    """Refuse a step whose samples are not the log's.
+
+    Raises:
+        ReplayError: it is one.
+    """
+    if plan.operations is not None:
+        raise ReplayError(
+            f"step {plan.step} of run {run!r} was taken for a client of a service: "
+            f"`rollbook replay step {plan.step} --run {run}` replays it, alone and whole"
+        )
+
+
 def find_start(run: RunLog, step: CommittedStep) -> Start:
     """The nearest start from which a step can be replayed with all that the steps on the way need; else
     one at the step itself, with its weights alone.
@@ -46,6 +59,7 @@ def find_start(run: RunLog, step: CommittedStep) -> Start:
         ReplayError: there is none; the message says of each checkpoint why not.
     """
     plan, log, history, erased = step.planned, run.log, run.history, run.erased
+    refuse_clients(history.run, plan)
     if gone := sorted(_trajectories(history, step) & erased.keys()):
         raise ReplayError(
             f"step {plan.step}: the tokens of trajectory {gone[0]}, which it trained on, were erased "

@@ -13,11 +13,11 @@ from rollbook.replay.claims.backed import STAGE as BACKED
 from rollbook.replay.claims.backed import backed
 from rollbook.replay.claims.training import STAGE as TRAINING
 from rollbook.replay.claims.training import training
+from rollbook.replay.step.compare import due_of
 from rollbook.replay.step.manifest import checked
+from rollbook.replay.step.operations import replay_operations
 from rollbook.replay.step.partial import LogNumbers, Part, part_stages, recorded_batch
-from rollbook.replay.step.policy import promised
-from rollbook.replay.step.recorded_parts import due_of
-from rollbook.replay.step.replayer import Replayer
+from rollbook.replay.step.replayer import Replayer, promised
 from rollbook.replay.step.run_log import RunLog, recorded_vectors
 from rollbook.replay.step.starts import Start, find_start
 from rollbook.replay.verdict import StepReplay
@@ -42,7 +42,7 @@ def replay_step(
     one_rank: bool = False,
     part: Part | None = None,
     say: Callable[[Promise], None] = lambda promise: None,
-    ran: Callable[[int, int], None] = lambda count, of: None,
+    ran: Callable[[int, int], None] = lambda count, total: None,
 ) -> StepReplay:
     """Restore the state before a step, run it again, and compare.
 
@@ -65,15 +65,17 @@ def replay_step(
     """
     history = history_with(log, step, run, policy)
     target = history.steps[step]
+    if target.planned.operations is not None and part is None:
+        return replay_operations(log, history, target, say, ran)
     if trust_parts:  # what is promised names them
         for name in named_parts(target.planned.algorithm):
             load_part(name)
     if part is not None and not part.model:
         return _by_the_log(log, history, target, part)
-    of = RunLog(log, history)
-    start = find_start(of, target)
+    of_run = RunLog(log, history)
+    start = find_start(of_run, target)
     say(promised(log, history.run, target.planned, one_rank=one_rank))
-    with Replayer(of, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
+    with Replayer(of_run, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
         replay = _run_to(replayer, start, target, part, ran)
     if replay.differs_at_step in (None, step) and (part is None or BACKED in part.shown):
         replay = _with_backing(log, replay, target)

@@ -136,7 +136,7 @@ class Worst:
 
     Attributes:
         name, index: its array, and where in it.
-        recorded, found: both values.
+        recorded, replayed: both values.
         ulps: units in the last place between them; None for integers and booleans.
         share: of what it may be off; infinite where it may not be off at all.
     """
@@ -144,14 +144,14 @@ class Worst:
     name: str
     index: tuple[int, ...]
     recorded: float
-    found: float
+    replayed: float
     ulps: int | None
     share: float
 
     def __str__(self) -> str:
         where = f"{self.name}[{', '.join(map(str, self.index))}]" if self.index else self.name
         apart = "" if self.ulps is None else f", {self.ulps} ulp apart"
-        return f"{where}: recorded {self.recorded!r}, found {self.found!r}{apart}"
+        return f"{where}: recorded {self.recorded!r}, found {self.replayed!r}{apart}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,15 +85,15 @@ def contributions(
     of_run = RunLog(log, history)
     start = find_start(of_run, target)
     with Replayer(of_run, start, trust_parts=trust_parts, one_rank=True) as replayer:
-        for one in start.between:
-            replayer.run(one, claims=False)
+        for between in start.between:
+            replayer.run(between, claims=False)
         policy, batch = replayer.before(target)
         algorithm = recorded_algorithm(target.planned.algorithm)
         totals = Totals(batch.trained_tokens, batch.trained_samples)
         passes = _Samples(policy, batch, PolicyLoss(algorithm, target.planned.policy_version, totals), done)
         whole, without = passes.gradient_norms() if metric == GRADIENT_NORM else passes.values(metric)
     samples = [_contribution(batch, at, whole, value) for at, value in enumerate(without)]
-    samples.sort(key=lambda one: (-abs(one.change), one.sample))
+    samples.sort(key=lambda sample: (-abs(sample.change), sample.sample))
     return Contributions(step, metric, whole, samples)
 
 

@@ -162,12 +162,12 @@ def prove_stretch(
         raise ReplayError(f"run {history.run!r} has no committed step from {first} to {last}")
     broken, run_log = chain(history, [n for part in parts for n in part]), RunLog(log, history)
     which = (history.run, history.policy)
-    odd = [one for one in find_unbacked(log, history.run) if policy_of(one.policy) == history.policy]
+    odd = [odd for odd in find_unbacked(log, history.run) if policy_of(odd.policy) == history.policy]
     verified: list[VerifiedStep] = []
     if jobs == 1 or len(parts) == 1:
         for part in parts:
-            for one in prove_segment(run_log, part, trust_parts=trust_parts):
-                verified.append(one)
+            for proven in prove_segment(run_log, part, trust_parts=trust_parts):
+                verified.append(proven)
                 done(1)
         return StepRange(*which, broken, verified, odd)
     spawn = multiprocessing.get_context("spawn")
@@ -176,7 +176,7 @@ def prove_stretch(
         for task in as_completed(tasks):
             verified += task.result()
             done(len(task.result()))
-    return StepRange(*which, broken, sorted(verified, key=lambda one: one.step), odd)
+    return StepRange(*which, broken, sorted(verified, key=lambda proven: proven.step), odd)
 
 
 def prove_segment(

@@ -1,25 +1,21 @@
-"""A recorded step and what another rule makes of it, side by side: values, printed elsewhere.
-
-Gradients are compared tensor by tensor: the first is kept in files, so that neither is in memory.
-"""
+"""A recorded step and what another rule makes of it, side by side: values, printed elsewhere. Pure."""
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from math import sqrt
-from pathlib import Path
-from types import TracebackType
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.rollouts import Floats
-from rollbook.train.batches.batch import Batch
+from rollbook.train.batches.experience import Experience
 from rollbook.train.select.samples import Sample
+
+if TYPE_CHECKING:
+    from rollbook.replay.what_if.gradients import GradientSides
 
 ELSEWHERE = "other_part"
 """Why a sample is not on a side that has it in another step on the same rollout batch."""
@@ -125,12 +121,12 @@ class Side:
     """What a side has to compare it by.
 
     Attributes:
-        batch: of the step; None where it was not taken.
+        experience: of the step's batch; None where it was not taken.
         chosen: leaf turns of the samples of the whole rollout batch.
         dropped: leaf turn -> the rule that dropped its sample.
     """
 
-    batch: Batch | None
+    experience: Experience | None
     chosen: frozenset[str]
     dropped: Mapping[str, str]
 
@@ -142,9 +138,9 @@ class Side:
         """(leaf turn, how often it came before) -> its sample, and the values for it."""
         values: dict[tuple[str, int], tuple[Sample, SampleValues]] = {}
         seen: Counter[str] = Counter()
-        for at, sample in enumerate(() if self.batch is None else self.batch.samples):
-            assert self.batch is not None
-            values[sample.leaf_turn_id, seen[sample.leaf_turn_id]] = sample, _values(self.batch, at)
+        for at, sample in enumerate(() if self.experience is None else self.experience.samples):
+            assert self.experience is not None
+            values[sample.leaf_turn_id, seen[sample.leaf_turn_id]] = sample, _values(self.experience, at)
             seen[sample.leaf_turn_id] += 1
         return values
 
@@ -199,8 +195,7 @@ def _correlation(first: Floats, second: Floats) -> float | None:
     return float(np.clip(np.corrcoef(first, second)[0, 1], -1, 1))
 
 
-def _values(batch: Batch, at: int) -> SampleValues:
-    experience = batch.experience
+def _values(experience: Experience, at: int) -> SampleValues:
     reward = float(experience.rewards[at])
     tokens = int(experience.ends[at + 1] - experience.ends[at])
     advantages = (
@@ -214,94 +209,3 @@ def _values(batch: Batch, at: int) -> SampleValues:
 
 def _none() -> tuple[Sample, SampleValues]:
     raise AssertionError("a key is of a side")
-
-
-@dataclass(frozen=True, slots=True)
-class Likeness:
-    """How alike two tensors are, or two sets of them.
-
-    Attributes:
-        cosine: of the angle between them; None where one of them is zero.
-        norms: of the first, and of the second.
-    """
-
-    name: str
-    cosine: float | None
-    norms: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class GradientSides:
-    """How alike two gradients are.
-
-    Attributes:
-        whole: all tensors taken as one vector.
-        tensors: each, the least similar first; those of which one side is zero come last.
-    """
-
-    whole: Likeness
-    tensors: Sequence[Likeness]
-
-
-@dataclass(slots=True, eq=False)
-class _Sums:
-    """Sums over pairs of numbers, in float64: of products, and of squares of the first and of the second."""
-
-    products: float = 0.0
-    firsts: float = 0.0
-    seconds: float = 0.0
-
-    def likeness(self, name: str) -> Likeness:
-        norms = sqrt(self.firsts), sqrt(self.seconds)
-        if not all(norms):
-            return Likeness(name, None, norms)
-        # Of equal vectors this is exactly 1: the three sums are the same number.
-        cosine = self.products / sqrt(self.firsts) / sqrt(self.seconds)
-        if self.firsts == self.seconds == abs(self.products):
-            cosine = 1.0 if self.products > 0 else -1.0
-        return Likeness(name, max(-1.0, min(1.0, cosine)), norms)
-
-
-@dataclass(slots=True, eq=False)
-class KeptGradient:
-    """A gradient that is kept to be compared with another one; a context, at whose end it is deleted."""
-
-    _folder: tempfile.TemporaryDirectory[str] = field(
-        default_factory=lambda: tempfile.TemporaryDirectory(prefix="rollbook-gradient-")
-    )
-    _files: dict[str, Path] = field(default_factory=dict)
-    _sums: dict[str, _Sums] = field(default_factory=dict)
-
-    def __enter__(self) -> KeptGradient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._folder.cleanup()
-
-    def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor of the first gradient."""
-        self._files[name] = Path(self._folder.name) / f"{len(self._files)}.npy"
-        np.save(self._files[name], _flat(tensor))
-
-    def compare(self, name: str, tensor: torch.Tensor) -> None:
-        """Take a tensor of the second one, which has the same names."""
-        second = _flat(tensor).astype(np.float64)
-        first = np.load(self._files[name]).astype(np.float64)
-        self._sums[name] = _Sums(float(first @ second), float(first @ first), float(second @ second))
-
-    def compared(self) -> GradientSides:
-        """How alike the two are, once all tensors of both were taken."""
-        each = [sums.likeness(name) for name, sums in self._sums.items()]
-        whole = _Sums(
-            sum(one.products for one in self._sums.values()),
-            sum(one.firsts for one in self._sums.values()),
-            sum(one.seconds for one in self._sums.values()),
-        )
-        ordered = sorted(each, key=lambda one: 2.0 if one.cosine is None else one.cosine)
-        return GradientSides(whole.likeness("all"), ordered)
-
-
-def _flat(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    return tensor.detach().float().cpu().reshape(-1).numpy()

@@ -1,35 +1,63 @@
-"""What if: recorded steps taken by another rule, next to the recorded ones, from the same state."""
+"""What if: recorded steps taken by another rule, next to the recorded ones, from the same state.
+
+The other side of a what-if: recorded steps taken by another recipe, algorithm or optimizer, one
+after another, on a policy of its own.
+
+Nothing of it is recorded. Each of its steps is the recorded one with a manifest of its own, run by
+the same code.
+
+Rewards of recorded trajectories by a function of the user's, and the writing of them to the log.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import hashlib
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from rollbook.engines.weights.digests import Look
 from rollbook.replay.attempts import drops_of
 from rollbook.replay.claims.selection import Selections
 from rollbook.replay.step.replayer import Replayer
 from rollbook.replay.step.run_log import RunLog
-from rollbook.replay.step.starts import find_start
+from rollbook.replay.step.starts import find_start, refuse_clients
 from rollbook.replay.step.step import history_with
 from rollbook.replay.verdict import StepReplay
-from rollbook.replay.what_if.counterfactual import Changes, Counterfactual, OtherStep, changed
-from rollbook.replay.what_if.rescoring import Rescoring
-from rollbook.replay.what_if.side_by_side import KeptGradient, Side, StepSides, differences, sample_sides
-from rollbook.store import Store
-from rollbook.store.errors import ReplayError
+from rollbook.replay.what_if.changes import Changes, Rule, changed
+from rollbook.replay.what_if.gradients import KeptGradient
+from rollbook.replay.what_if.side_by_side import Side, StepSides, differences, sample_sides
+from rollbook.store import Event, Store
+from rollbook.store.errors import ConfigError, ReplayError
+from rollbook.store.events import Json, RewardAssigned, RunOpened, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History
-from rollbook.train.algorithms.parts import load_part, named_parts
+from rollbook.store.fold.trajectory import Trajectory
+from rollbook.store.interchange.export import as_json
+from rollbook.store.interchange.paths import paths
+from rollbook.train.algorithms.algorithm import Algorithm
+from rollbook.train.algorithms.parts import NAMED, load_part, named_parts
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.surrogates import k3
-from rollbook.train.batches.batch import Batch, without_experts
+from rollbook.train.batches.batch import Batch, Partition, mini_batches, without_experts
 from rollbook.train.batches.manifest_batch import begins
 from rollbook.train.checkpoints.export import write_model
+from rollbook.train.config.parallel import recorded_parallel
 from rollbook.train.ranks.policy import Policy
-from rollbook.train.select.recipe import ModelLimits
+from rollbook.train.resume.restore import divide_samples, settings_of
+from rollbook.train.select.drops import dropped_members
+from rollbook.train.select.recipe import Drop, ModelLimits
+from rollbook.train.select.samples import Sample
+from rollbook.train.step.experiences import Experiences
 from rollbook.train.step.predictions import logprobs_of
+from rollbook.train.step.step import run_step, step_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +147,13 @@ def what_if(
         selections = Selections(log, history, limits, rewarded=request.rescoring)
         other = Counterfactual(request.changes, selections, *replayer.beside(steps[0], preview))
         for step in steps:
-            replayed, one = _both(log, history, replayer, other, step)
+            replayed, both = _both(log, history, replayer, other, step)
             replays.append(replayed)
-            sides.append(one)
-            tell(one)
+            sides.append(both)
+            tell(both)
         if request.out is not None:
             write_model(request.out, other.policy.stream_weights(), start.path)
-    differs = next((one.step for one in replays if not one.equal), None)
+    differs = next((replay.step for replay in replays if not replay.equal), None)
     reran = [step.planned.step for step in start.between]
     source = str(steps[0].planned.recipe["reward_source"])
     return WhatIf(history.run, policy, start.record.policy_version, reran, sides, differs, source)
@@ -139,6 +167,7 @@ def _steps(history: History, request: WhatIfRequest) -> list[CommittedStep]:
             rollout batch.
     """
     first = history.steps[request.first].planned
+    refuse_clients(history.run, first)
     if request.last < request.first:
         raise ReplayError(f"--to {request.last} comes before step {request.first}: name the last step")
     steps = []
@@ -210,11 +239,12 @@ def _recorded(log: Store, history: History, step: CommittedStep, batch: Batch) -
     drops = {} if cycles or not begins(plan) else drops_of(log, history.run, history.policy, own)
     dropped = drops.get((plan.step, plan.attempt), [])
     chosen = frozenset(ref["turn_id"] for ref in history.batch_of(plan))
-    return Side(batch, chosen, {drop.turn_id: drop.rule for drop in dropped})
+    return Side(batch.experience, chosen, {drop.turn_id: drop.rule for drop in dropped})
 
 
 def _other_side(step: OtherStep) -> Side:
-    return Side(step.batch, step.chosen, {drop.sample.leaf_turn_id: drop.rule for drop in step.dropped})
+    experience = None if step.batch is None else step.batch.experience
+    return Side(experience, step.chosen, {drop.sample.leaf_turn_id: drop.rule for drop in step.dropped})
 
 
 def _kl(policy: Policy, recorded: Policy, batch: Batch) -> float | None:
@@ -237,3 +267,315 @@ def _apart(policy: Policy, recorded: Policy) -> float:
         difference += float((tensor.detach().double() - theirs).square().sum())
         whole += float(theirs.square().sum())
     return (difference / whole) ** 0.5 if whole else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OtherStep:
+    """A step as it is taken by another rule.
+
+    Attributes:
+        chosen: leaf turns of the samples of the whole rollout batch.
+        dropped: what the recipe drops of those that the recorded step took or let go.
+        batch, metrics: None where no sample is left for the step, which is then not taken.
+    """
+
+    chosen: frozenset[str]
+    dropped: Sequence[Drop]
+    batch: Batch | None = None
+    metrics: Json | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RolloutBatch:
+    """A rollout batch in hand.
+
+    Attributes:
+        parts: the positions of each step's samples; empty for steps that none are left for.
+    """
+
+    samples: Sequence[Sample]
+    dropped: Sequence[Drop]
+    parts: Sequence[Sequence[int]]
+
+
+@dataclass(slots=True, eq=False)
+class Counterfactual:
+    """Takes the steps of a training by another rule, in order, from the state that it is given.
+
+    Attributes:
+        policy: its own; experiences: that policy's.
+    """
+
+    changes: Changes
+    selections: Selections
+    policy: Policy
+    experiences: Experiences
+    _held: _RolloutBatch | None = field(default=None)
+    _adapted: Algorithm | None = field(default=None)
+    """The algorithm of the next step, where its keys change from step to step."""
+
+    def run(self, step: CommittedStep, look: Look) -> OtherStep:
+        """Take the next step.
+
+        Args:
+            look: is given each gradient of the policy.
+
+        Raises:
+            ConfigError, ReplayError: the changes make no rule for it, or it lacks what they need.
+            TrainError: there is no checkpoint of the reference.
+            NotFiniteError, AllRejectedError: the step ends so by this rule.
+        """
+        plan, rule = step.planned, self._rule(step.planned)
+        if begins(plan) or self._held is None:
+            self._held = self._begun(step, rule)
+        held = self._held
+        chosen = frozenset(sample.leaf_turn_id for sample in held.samples)
+        number = 0 if plan.rollout_batch is None else plan.rollout_batch["number"]
+        at = held.parts[number] if number < len(held.parts) else []
+        if not at:
+            return OtherStep(chosen, held.dropped)
+        manifest = self._manifest(plan, rule, at)
+        self.policy.seed_step(plan.seed)
+        batch = self.experiences.batch(manifest, {s.leaf_turn_id: s for s in held.samples})
+        critic = self.experiences.critic
+        result = run_step(self.policy, settings_of(manifest), batch, critic=critic, look=look)
+        if rule.algorithm.adapts:
+            self._adapted = rule.algorithm.after(result.metrics)
+        return OtherStep(chosen, held.dropped, batch, result.metrics)
+
+    def _rule(self, plan: StepPlanned) -> Rule:
+        """The rule of the step; keys that adapt are as its own earlier steps have left them."""
+        rule = self.changes.rule(plan)
+        if self._adapted is None:
+            return rule
+        renewed = {"reference_version": rule.algorithm.reference} if rule.algorithm.reference_interval else {}
+        return replace(rule, algorithm=self._adapted.model_copy(update=renewed))
+
+    def _begun(self, step: CommittedStep, rule: Rule) -> _RolloutBatch:
+        """The rollout batch that the rule makes of what the recorded one was made of."""
+        kept, dropped = self.selections.anew(step, rule.recipe, rule.algorithm)
+        batch = step.planned.rollout_batch
+        if not kept:
+            return _RolloutBatch(kept, dropped, [])
+        begun = step.planned.step if batch is None else batch["first_step"]
+        seed = step_seed(_schedule(step.planned)["seed"], begun)
+        return _RolloutBatch(kept, dropped, mini_batches(len(kept), rule.algorithm.demand, seed))
+
+    def _manifest(self, plan: StepPlanned, rule: Rule, at: Sequence[int]) -> StepPlanned:
+        """The manifest of a step on some of the samples in hand."""
+        held = self._held
+        assert held is not None
+        samples = [held.samples[i] for i in at]
+        compares = rule.recipe.group_statistics == "all"
+        manifest = replace(
+            changed(plan, rule),
+            samples=[sample.reference for sample in samples],
+            partition=self._divided(plan, rule, samples),
+            others=(dropped_members(held.samples, held.dropped) or None) if compares else None,
+            rollout_batch=self._described(plan, rule),
+        )
+        if not rule.trains_otherwise:
+            return manifest
+        schedule = _schedule(plan)
+        return replace(
+            manifest, learning_rate=self.policy.learning_rate(schedule["number"], schedule["steps"])
+        )
+
+    def _described(self, plan: StepPlanned, rule: Rule) -> Json | None:
+        """What the manifest says of the rollout batch."""
+        held, batch = self._held, plan.rollout_batch
+        assert held is not None
+        if batch is None or len(held.parts) == 1:
+            return None
+        description = {key: batch[key] for key in ("first_step", "number")} | {"steps": len(held.parts)}
+        if not begins(plan):
+            return description
+        refs = [sample.reference for sample in held.samples]
+        return description | {"samples": refs, "partition": self._divided(plan, rule, held.samples)}
+
+    def _divided(self, plan: StepPlanned, rule: Rule, samples: Sequence[Sample]) -> Partition:
+        """Micro-batches of samples, by rank, as the training divided its own."""
+        parallel, ranks = recorded_parallel(plan.environment.get("parallel") or {})
+        work = self.policy.shape.work
+        return divide_samples(samples, rule.algorithm, _schedule(plan), parallel.copies(ranks), work)
+
+
+def _schedule(plan: StepPlanned) -> Json:
+    """The settings that the step's micro-batches and learning rate follow from.
+
+    Raises:
+        ReplayError: they were not recorded.
+    """
+    if plan.schedule is None:
+        raise ReplayError(
+            f"step {plan.step}: the release that took it did not record how its samples were divided, so no "
+            "other step can be made of them; it can be replayed as it is"
+        )
+    return plan.schedule
+
+
+LANE = "rescore"
+"""The lane that new rewards are written in."""
+
+
+@dataclass(slots=True, eq=False)
+class Rescoring:
+    """Gives each trajectory a reward by a function, once.
+
+    Attributes:
+        name: `module:function`; source: of its rewards.
+        rewards: trajectory -> what the function gave; None where it has no completion to give one for.
+    """
+
+    name: str
+    source: str
+    function: Callable[[Json], Any]
+    rewards: dict[str, float | None] = field(default_factory=dict)
+
+    def __call__(self, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with the function's reward as the only one of its source.
+
+        Raises:
+            ConfigError: the function fails, or gives no finite number.
+        """
+        trajectory_id = trajectory.opened.trajectory_id
+        if trajectory_id not in self.rewards:
+            self.rewards[trajectory_id] = self._reward(trajectory)
+        others = tuple(assigned for assigned in trajectory.rewards if assigned[1].source != self.source)
+        if (reward := self.rewards[trajectory_id]) is None:
+            return replace(trajectory, rewards=others)
+        assigned = RewardAssigned(trajectory_id, None, reward, self.source)
+        return replace(trajectory, rewards=(*others, ("", assigned)))
+
+    def _reward(self, trajectory: Trajectory) -> float | None:
+        rows = [as_json(path) for path in paths(trajectory)][-1:]
+        if not rows:
+            return None
+        about = f"--rescore {self.name}: of trajectory {trajectory.opened.name}"
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # what it prints is no part of what is shown
+                value = self.function(rows[0])
+        except Exception as error:  # the function's own code ran
+            raise ConfigError(f"{about} it raised {error!r}: mend the function") from error
+        try:
+            reward = math.nan if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise ConfigError(f"{about} it gave {value!r}: return a finite number")
+        return reward
+
+
+def rescoring(name: str, source: str | None) -> Rescoring:
+    """The function of a name, `module:function`, which is imported here.
+
+    Args:
+        source: of its rewards; None: the function's own name.
+
+    Raises:
+        ConfigError: the name names no function.
+        TrainError: it cannot be imported.
+    """
+    if not re.fullmatch(NAMED, name):
+        raise ConfigError(f"--rescore {name!r} names no function: write module:function")
+    function = load_part(name)
+    if not callable(function):
+        raise ConfigError(f"--rescore {name}: it is {type(function).__name__}, no function")
+    return Rescoring(name, source or name.rpartition(":")[2], function)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was done to record rewards.
+
+    Attributes:
+        source: of the rewards.
+        written: new ones; replaced: how many of these superseded another; already: those that were
+            there.
+    """
+
+    source: str
+    written: int
+    replaced: int
+    already: int
+
+
+def write_rewards(log: Store, run: str, scorer: Rescoring, reserved: str, *, replaces: bool) -> Written:
+    """Append the rewards of a function as events of its source, once: those that are there already stay.
+
+    Args:
+        run: the one that is asked about, in which the source is opened.
+        reserved: the source that the run trained on, which a what-if leaves alone.
+        replaces: whether a reward of the source with another value is superseded.
+
+    Raises:
+        ConfigError: the source is the reserved one, or has rewards with other values that are not to be
+            replaced.
+        LaneLockedError: another process writes rewards so.
+    """
+    if scorer.source == reserved:
+        raise ConfigError(
+            f"--source {scorer.source!r}: the step was trained on rewards of this source: name another, "
+            "which the recipe.reward_source of a training then names"
+        )
+    rewards = {key: value for key, value in scorer.rewards.items() if value is not None}
+    with log.claim(f"rescoring as {scorer.source!r}", "let it finish, or name another --source"):
+        held = log.trajectories(None, set(rewards))
+        there = {key: _in_force(trajectory, scorer.source) for key, trajectory in held.items()}
+        odd = [key for key, current in there.items() if current is not None and current[1] != rewards[key]]
+        if odd and not replaces:
+            first = held[odd[0]].opened.name
+            raise ConfigError(
+                f"--source {scorer.source!r}: {len(odd)} trajectories have another reward of it, {first} "
+                f"{_value_text(there[odd[0]])} and now {rewards[odd[0]]:g}: name another --source, or "
+                "supersede them with --replace"
+            )
+        records = _records(held, rewards, there, scorer.source)
+        if records:
+            opened = RunOpened("what-if", _described(scorer))
+            events = [Event(opened, run)]
+            events += [Event(record, held[record.trajectory_id].run) for record in records]
+            with log.writer(LANE) as writer:
+                writer.append(events).result()
+    return Written(scorer.source, len(records), len(odd), len(there) - len(records))
+
+
+def _records(
+    held: Mapping[str, Trajectory],
+    rewards: Mapping[str, float],
+    there: Mapping[str, tuple[str, float] | None],
+    source: str,
+) -> list[RewardAssigned]:
+    """The rewards that are not in force yet."""
+    records = []
+    for key in held:
+        current = there[key]
+        if current is None or current[1] != rewards[key]:
+            supersedes = None if current is None else current[0]
+            records.append(RewardAssigned(key, None, rewards[key], source, supersedes))
+    return records
+
+
+def _in_force(trajectory: Trajectory, source: str) -> tuple[str, float] | None:
+    """The event id and the value of a trajectory's reward of a source."""
+    superseded = {reward.supersedes for _, reward in trajectory.rewards if reward.supersedes}
+    matches = [
+        (event_id, reward.reward)
+        for event_id, reward in trajectory.rewards
+        if (reward.source, reward.turn_id) == (source, None) and event_id not in superseded
+    ]
+    return matches[-1] if matches else None
+
+
+def _value_text(reward: tuple[str, float] | None) -> str:
+    return "none" if reward is None else f"{reward[1]:g}"
+
+
+def _described(scorer: Rescoring) -> Json:
+    """The origin of the rewards: the function, and the sha256 of the file that it is defined in."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(scorer.function))
+    except TypeError:
+        file = None
+    digest = None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return {"source": scorer.source, "function": scorer.name, "source_sha256": digest}

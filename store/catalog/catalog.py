@@ -19,26 +19,24 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from rollbook.store.catalog.database import (
-    DEFAULT,
-    URL_VARIABLE,
-    Database,
-    look_at_files,
-    parse_url,
-    refuse_outside,
-)
-from rollbook.store.catalog.tables import (
     CLOSED,
+    DEFAULT,
     DROPPED,
     OPEN,
     SEALED,
     TABLES,
+    URL_VARIABLE,
     Base,
     CheckpointRow,
+    Database,
     LaneRow,
     SegmentRow,
     StoreMeta,
     UnitRow,
     as_dict,
+    look_at_files,
+    parse_url,
+    refuse_outside,
 )
 from rollbook.store.errors import CatalogError, NotAStoreError
 from rollbook.store.events import CheckpointWritten
@@ -115,7 +113,7 @@ class Catalog:
     def forget_checkpoint(self, run: str, path: str) -> None:
         """Note that a checkpoint was removed."""
         with self._database.write() as session:
-            delete_checkpoint(session, run, path)
+            session.execute(delete(CheckpointRow).where(CheckpointRow.run == run, CheckpointRow.path == path))
 
     def rows(self) -> dict[str, list[dict[str, Any]]]:
         """Every table's rows at one moment, each table in the order of its key."""
@@ -220,11 +218,8 @@ def _dicts(session: Session, table: type[Base]) -> list[dict[str, Any]]:
 
 def find_lane(session: Session, lane: str) -> LaneRow:
     """The lane's row, inserted if it is missing."""
-    row = session.get(LaneRow, lane)
-    if row is None:
-        row = LaneRow(name=lane)
-        session.add(row)
-        session.flush()
+    row = session.merge(LaneRow(name=lane))
+    session.flush()
     return row
 
 
@@ -293,11 +288,6 @@ def write_checkpoint(session: Session, run: str, record: CheckpointWritten) -> N
             bytes=record.bytes,
         )
     )
-
-
-def delete_checkpoint(session: Session, run: str, path: str) -> None:
-    """Delete the row of a checkpoint that was removed."""
-    session.execute(delete(CheckpointRow).where(CheckpointRow.run == run, CheckpointRow.path == path))
 
 
 def _unit_row(lane: str, unit: Unit) -> UnitRow:

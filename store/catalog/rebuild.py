@@ -21,8 +21,7 @@ from rollbook.store.catalog.catalog import (
     write_segment,
     write_units,
 )
-from rollbook.store.catalog.database import PATIENCE_S, Database, refuse_strange
-from rollbook.store.catalog.tables import TABLES, StoreMeta
+from rollbook.store.catalog.database import PATIENCE_S, TABLES, Database, StoreMeta, refuse_strange
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event

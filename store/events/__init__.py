@@ -12,5 +12,6 @@ from rollbook.store.events.about import RECORDS as RECORDS
 from rollbook.store.events.about import Record as Record
 from rollbook.store.events.event import Event as Event
 from rollbook.store.events.rollouts import *
+from rollbook.store.events.service import *
 from rollbook.store.events.training import *
 from rollbook.store.events.upkeep import *

@@ -45,20 +45,23 @@ class About:
     lasting: bool = False
 
 
+NO_PROPERTIES = About()
+
 RECORDS: dict[str, type[Record]] = {}
 """Kind -> record type, of every kind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """The payload of an event. Every kind is a frozen dataclass derived from it; subclassing alone
-    registers it."""
+    """The payload of an event. Every kind is a frozen dataclass derived from it, which subclassing alone
+    registers under its `kind`; `slots` makes each class a second time, from what the first one has."""
 
     KIND: ClassVar[str]
-    VERSION: ClassVar[int]
     ABOUT: ClassVar[About]
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, kind: str = "", about: About = NO_PROPERTIES) -> None:
+        if kind:
+            cls.KIND, cls.ABOUT = kind, about
         RECORDS[cls.KIND] = cls
 
 

@@ -32,7 +32,7 @@ __all__ = [
 Body = Callable[[str], Any]
 """Digest -> the body that a request or a completion refers to."""
 
-MAY_REFER = {kind: about(kind).large for kind in kinds_where(lambda said: said.large)}
+MAY_REFER = {kind: about(kind).large for kind in kinds_where(lambda properties: properties.large)}
 """Kind -> its fields that may hold references to bodies."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,11 +70,9 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class RunOpened(Record):
+class RunOpened(Record, kind="run.opened"):
     """A process began to write events of this run (once per run and command)."""
 
-    KIND: ClassVar[str] = "run.opened"
-    ABOUT: ClassVar[About] = About()
     command: str
     config: Json
     model: str | None = None
@@ -84,7 +82,9 @@ class RunOpened(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryOpened(Record):
+class TrajectoryOpened(
+    Record, kind="trajectory.opened", about=About(of="trajectory", text={"task": nothing, "labels": marked})
+):
     """A trajectory started. `name` is given by the client and unique within the run; Rollbook makes
     `trajectory_id`.
 
@@ -99,8 +99,6 @@ class TrajectoryOpened(Record):
     Of `judge` it has the `trajectory_id` that is judged, and `how` is `judged`.
     """
 
-    KIND: ClassVar[str] = "trajectory.opened"
-    ABOUT: ClassVar[About] = About(of="trajectory", text={"task": nothing, "labels": marked})
     trajectory_id: str
     name: str
     group: str | None = None
@@ -112,11 +110,9 @@ class TrajectoryOpened(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryFinished(Record):
+class TrajectoryFinished(Record, kind="trajectory.finished", about=About(of="trajectory")):
     """No more turns follow. `status` is completed, truncated, aborted, failed or void."""
 
-    KIND: ClassVar[str] = "trajectory.finished"
-    ABOUT: ClassVar[About] = About(of="trajectory")
     trajectory_id: str
     status: str = "completed"
     success: bool | None = None
@@ -124,7 +120,24 @@ class TrajectoryFinished(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class TurnRequested(Record):
+class TurnRequested(
+    Record,
+    kind="turn.requested",
+    about=About(
+        of="trajectory",
+        text={
+            "messages": each_marked,
+            "request": marked,
+            "requested_model": nothing,
+            "sampling": only_numbers,
+            "honoured": no_keys,
+            "context_key": no_text,  # a digest of the tools could be found again by trying
+            "wire": only_key,
+        },
+        large=("messages", "request", "wire"),
+        fat=True,
+    ),
+):
     """A model call came in.
 
     The request's messages are the first `shared_messages` of `base_turn_id`'s request, then
@@ -140,21 +153,6 @@ class TurnRequested(Record):
     `request`, `honoured`, `sampling` and `wire` hold only what differs from that (`fold.siblings`).
     """
 
-    KIND: ClassVar[str] = "turn.requested"
-    ABOUT: ClassVar[About] = About(
-        of="trajectory",
-        text={
-            "messages": each_marked,
-            "request": marked,
-            "requested_model": nothing,
-            "sampling": only_numbers,
-            "honoured": no_keys,
-            "context_key": no_text,  # a digest of the tools could be found again by trying
-            "wire": only_key,
-        },
-        large=("messages", "request", "wire"),
-        fat=True,
-    )
     trajectory_id: str
     turn_id: str
     request_id: str
@@ -173,7 +171,16 @@ class TurnRequested(Record):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TurnCompleted(Record):
+class TurnCompleted(
+    Record,
+    kind="turn.completed",
+    about=About(
+        of="trajectory",
+        text={"reply": marked, "upstream": marked_if_any},
+        large=("routed_experts",),
+        fat=True,
+    ),
+):
     """The engine answered.
 
     `prompt_ids` is the part of the prompt that the parent's prompt and completion do not hold (the
@@ -185,13 +192,6 @@ class TurnCompleted(Record):
     completion from `start` on, but for the last, which was sampled and never passed through the model.
     """
 
-    KIND: ClassVar[str] = "turn.completed"
-    ABOUT: ClassVar[About] = About(
-        of="trajectory",
-        text={"reply": marked, "upstream": marked_if_any},
-        large=("routed_experts",),
-        fat=True,
-    )
     trajectory_id: str
     turn_id: str
     policy: str | None
@@ -212,15 +212,13 @@ class TurnCompleted(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class TurnFailed(Record):
+class TurnFailed(Record, kind="turn.failed", about=About(of="trajectory", text={"error": erased_text})):
     """The engine did not answer; nothing of the turn is trained.
 
     The prompt is kept as in `turn.completed`: what was, or would have been, sent. `prompt_ids` is null where
     no ids were made (an upstream's), and for a sibling, whose prompt is that of the turn `sibling_of`.
     """
 
-    KIND: ClassVar[str] = "turn.failed"
-    ABOUT: ClassVar[About] = About(of="trajectory", text={"error": erased_text})
     trajectory_id: str
     turn_id: str
     error: str
@@ -230,25 +228,23 @@ class TurnFailed(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class TurnDelivered(Record):
+class TurnDelivered(Record, kind="turn.delivered", about=About(of="trajectory")):
     """The client took the reply's last byte (`how` = sent), or showed it in a later request (echoed)."""
 
-    KIND: ClassVar[str] = "turn.delivered"
-    ABOUT: ClassVar[About] = About(of="trajectory")
     trajectory_id: str
     turn_id: str
     how: str
 
 
 @dataclass(frozen=True, slots=True)
-class RewardAssigned(Record):
+class RewardAssigned(
+    Record, kind="reward.assigned", about=About(of="trajectory", counted={"source": gone_unless("agent")})
+):
     """A number for a trajectory, or for one of its turns. `supersedes` names an earlier event_id.
 
     `source` is what the number is called, `by` whose key assigned it.
     """
 
-    KIND: ClassVar[str] = "reward.assigned"
-    ABOUT: ClassVar[About] = About(of="trajectory", counted={"source": gone_unless("agent")})
     trajectory_id: str
     turn_id: str | None
     reward: float
@@ -258,15 +254,15 @@ class RewardAssigned(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceAdded(Record):
+class PreferenceAdded(
+    Record, kind="preference.added", about=About(of="trajectory", counted={"source": gone_unless("label")})
+):
     """This trajectory was preferred to another, `rejected_trajectory_id`, by as much as `margin` says.
 
     `source` is whose preference it is, `by` whose key added it. It is kept and dropped with the trajectory
     that was chosen.
     """
 
-    KIND: ClassVar[str] = "preference.added"
-    ABOUT: ClassVar[About] = About(of="trajectory", counted={"source": gone_unless("label")})
     trajectory_id: str
     rejected_trajectory_id: str
     margin: float | None = None
@@ -275,24 +271,22 @@ class PreferenceAdded(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryAdopted(Record):
+class TrajectoryAdopted(Record, kind="trajectory.adopted", about=About(of="trajectory")):
     """This lane writes the trajectory from here on; `from_lane` ends with `last_event_id` of it."""
 
-    KIND: ClassVar[str] = "trajectory.adopted"
-    ABOUT: ClassVar[About] = About(of="trajectory")
     trajectory_id: str
     from_lane: str
     last_event_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class LabelAdded(Record):
+class LabelAdded(
+    Record,
+    kind="label.added",
+    about=About(of="trajectory", text={"name": erased_text, "value": marked, "source": gone_unless("agent")}),
+):
     """A note or tag on a trajectory, or on one of its turns; `by` is the name of the key that added it."""
 
-    KIND: ClassVar[str] = "label.added"
-    ABOUT: ClassVar[About] = About(
-        of="trajectory", text={"name": erased_text, "value": marked, "source": gone_unless("agent")}
-    )
     trajectory_id: str
     turn_id: str | None
     name: str
@@ -302,7 +296,19 @@ class LabelAdded(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchStarted(Record):
+class LaunchStarted(
+    Record,
+    kind="launch.started",
+    about=About(
+        of="trajectory",
+        text={
+            "place": only_numbers,
+            "launcher": erased_text,
+            "isolation": only_numbers,
+            "owner": erased_text,
+        },
+    ),
+):
     """An agent program was started, to be this trajectory's agent.
 
     `launch_id` is unique in the trajectory, which may have several launches. `rollout` is the name of the
@@ -314,16 +320,6 @@ class LaunchStarted(Record):
     as out of the trajectory's opening, and each word but names: `launch_id`, `rollout`, `by`.
     """
 
-    KIND: ClassVar[str] = "launch.started"
-    ABOUT: ClassVar[About] = About(
-        of="trajectory",
-        text={
-            "place": only_numbers,
-            "launcher": erased_text,
-            "isolation": only_numbers,
-            "owner": erased_text,
-        },
-    )
     trajectory_id: str
     launch_id: str
     rollout: str
@@ -338,7 +334,11 @@ class LaunchStarted(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchEnded(Record):
+class LaunchEnded(
+    Record,
+    kind="launch.ended",
+    about=About(of="trajectory", text={"why": gone_if_any, "output": unnamed, "scoring": unnamed}),
+):
     """A launch is over, and so is the scoring of what it did.
 
     `status` is done, truncated, agent_error, infra_error, timeout or cancelled; `why` says more where there
@@ -350,10 +350,6 @@ class LaunchEnded(Record):
     an object that says why there is none.
     """
 
-    KIND: ClassVar[str] = "launch.ended"
-    ABOUT: ClassVar[About] = About(
-        of="trajectory", text={"why": gone_if_any, "output": unnamed, "scoring": unnamed}
-    )
     trajectory_id: str
     launch_id: str
     status: str
@@ -370,15 +366,15 @@ class LaunchEnded(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchLeaked(Record):
+class LaunchLeaked(
+    Record, kind="launch.leaked", about=About(of="trajectory", text={"processes": each_marked})
+):
     """Processes of a launch were found where none should be any more, and were ended.
 
     Each has its `pid` and its `command`. `found` says when: at the `start` of another process that launches,
     while one was `running`, or at the launch's `end`.
     """
 
-    KIND: ClassVar[str] = "launch.leaked"
-    ABOUT: ClassVar[About] = About(of="trajectory", text={"processes": each_marked})
     trajectory_id: str
     launch_id: str
     processes: list[Json]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from rollbook.store.events.about import About, Record
 
@@ -11,11 +11,9 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyPublished(Record):
+class PolicyPublished(Record, kind="policy.published", about=About(of="policy")):
     """Weights of a policy version were written where engines can load them."""
 
-    KIND: ClassVar[str] = "policy.published"
-    ABOUT: ClassVar[About] = About(of="policy")
     policy: str
     policy_version: int
     parent_version: int | None
@@ -24,7 +22,7 @@ class PolicyPublished(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyActivated(Record):
+class PolicyActivated(Record, kind="policy.activated"):
     """An engine serves this version; its own tensors were digested and equal what was published.
 
     `weight_name` is what the engine is to call them from here on, a name that is used once: tokens that
@@ -32,14 +30,12 @@ class PolicyActivated(Record):
     (`engines.weights.rank_checksums`). Both are empty for an engine in the process that wrote this,
     which knows by itself.
     `held` says how it holds them, from which and the version's weights alone `checksums` follow
-    (`engines.weights.expected`): the kind of `checksum` of a tensor (`sha256` or `tiled`), the `dtype`
+    (`engines.weights.compare`): the kind of `checksum` of a tensor (`sha256` or `tiled`), the `dtype`
     and the model's `head_dim`; whether vocabularies are `padded`; `tp_size` and the `tp_ranks` that
     answered; and what several tensors of the model are `merged` into (such as `qkv_proj`). It is null where
     that is not known.
     """
 
-    KIND: ClassVar[str] = "policy.activated"
-    ABOUT: ClassVar[About] = About()
     policy: str
     policy_version: int
     engine: str
@@ -51,7 +47,7 @@ class PolicyActivated(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineControlled(Record):
+class EngineControlled(Record, kind="engine.controlled"):
     """An operator changed what an engine does, by one of the proxy's `/engine` routes.
 
     `action` is the route's name, `asked` the mode, version or path that was sent with it, `error` why the
@@ -59,8 +55,6 @@ class EngineControlled(Record):
     of a trajectory and nothing is folded from it: erasure passes over it, retention lets it go with its unit.
     """
 
-    KIND: ClassVar[str] = "engine.controlled"
-    ABOUT: ClassVar[About] = About()
     engine: str
     action: str
     asked: Json
@@ -69,11 +63,9 @@ class EngineControlled(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointWritten(Record):
+class CheckpointWritten(Record, kind="checkpoint.written", about=About(of="policy")):
     """Weights, and optimizer state unless `optimizer_digest` is null, are at `path` in the store."""
 
-    KIND: ClassVar[str] = "checkpoint.written"
-    ABOUT: ClassVar[About] = About(of="policy")
     policy: str
     policy_version: int
     path: str
@@ -84,7 +76,7 @@ class CheckpointWritten(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointRemoved(Record):
+class CheckpointRemoved(Record, kind="checkpoint.removed", about=About(of="policy")):
     """The checkpoint at `path` counts no more: its folder was removed after this was written, or is at the
     next start.
 
@@ -92,8 +84,6 @@ class CheckpointRemoved(Record):
     be written again, at the same path even, by a later `checkpoint.written`.
     """
 
-    KIND: ClassVar[str] = "checkpoint.removed"
-    ABOUT: ClassVar[About] = About(of="policy")
     policy: str
     policy_version: int
     path: str
@@ -103,15 +93,13 @@ class CheckpointRemoved(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class SampleDropped(Record):
+class SampleDropped(Record, kind="sample.dropped", about=About(of="run")):
     """A recipe's rule kept a sample (named by its leaf turn) out of an attempt at a step.
 
     It was decided at `cut`, for the trainer at `policy_version`; both are null where these are those of the
     step's plan.
     """
 
-    KIND: ClassVar[str] = "sample.dropped"
-    ABOUT: ClassVar[About] = About(of="run")
     trajectory_id: str
     turn_id: str
     rule: str
@@ -124,7 +112,7 @@ class SampleDropped(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlanned(Record):
+class StepPlanned(Record, kind="step.planned", about=About(of="policy")):
     """The manifest of an optimizer step: everything that decides its bits, written before it runs.
 
     `samples` are named by `trajectory_id` and `turn_id`, their leaf; the chosen one of a pair has its
@@ -147,10 +135,12 @@ class StepPlanned(Record):
     spans, the training's own `seed`, its `micro_batch_size` and `tokens_per_micro_batch`, and the `slice` of
     its epochs that the rollout batch is (null where samples are used once). It is null where it was not
     recorded.
+    `operations` are those of a client whose model a service trains, the step's own last: their
+    `request_id`, `number`, `operation` and `body_digest`. Then the data are what these sent, those of
+    `samples` that were not sampled here have no `trajectory_id`, and an empty `environment` is that of the
+    run's last opening. It is null where the samples are the log's.
     """
 
-    KIND: ClassVar[str] = "step.planned"
-    ABOUT: ClassVar[About] = About(of="policy")
     step: int
     attempt: int
     policy: str
@@ -174,10 +164,11 @@ class StepPlanned(Record):
     lora: Json | None = None
     routing_replay: bool = False
     schedule: Json | None = None
+    operations: list[Json] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class StepCommitted(Record):
+class StepCommitted(Record, kind="step.committed", about=About(of="policy")):
     """A step's results: one digest per stage, the metrics, and the version it made.
 
     `hashes` are of parts of stages: `samples` is base64 of bytes, 3 for each of `stages` and of each of these
@@ -185,8 +176,6 @@ class StepCommitted(Record):
     are the first bytes of xxh3-128 hashes. It is null where it was not recorded.
     """
 
-    KIND: ClassVar[str] = "step.committed"
-    ABOUT: ClassVar[About] = About(of="policy")
     step: int
     attempt: int
     policy: str
@@ -197,12 +186,10 @@ class StepCommitted(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class StepVectors(Record):
+class StepVectors(Record, kind="step.vectors", about=About(of="policy")):
     """What a committed step computed of each trained token in a stage, sample by sample, in the order of the
     manifest. `values` is base64 of float32, little-endian. It is appended together with `step.committed`."""
 
-    KIND: ClassVar[str] = "step.vectors"
-    ABOUT: ClassVar[About] = About(of="policy")
     step: int
     attempt: int
     policy: str
@@ -211,11 +198,9 @@ class StepVectors(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class StepFailed(Record):
+class StepFailed(Record, kind="step.failed", about=About(of="policy")):
     """A planned step did not commit; a later attempt plans anew."""
 
-    KIND: ClassVar[str] = "step.failed"
-    ABOUT: ClassVar[About] = About(of="policy")
     step: int
     attempt: int
     policy: str
@@ -223,7 +208,7 @@ class StepFailed(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class StepAbandoned(Record):
+class StepAbandoned(Record, kind="step.abandoned", about=About(of="policy")):
     """A committed step counts no more: training went back to an earlier version, and on under a new number.
 
     What the step consumed and dropped may be used again. The version that it made keeps its number for ever,
@@ -231,8 +216,6 @@ class StepAbandoned(Record):
     and the optimizer state of version `back_to` are the policy's from then on.
     """
 
-    KIND: ClassVar[str] = "step.abandoned"
-    ABOUT: ClassVar[About] = About(of="policy")
     step: int
     attempt: int
     policy: str
@@ -242,18 +225,16 @@ class StepAbandoned(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class StepRetired(Record):
+class StepRetired(Record, kind="step.retired", about=About(lasting=True)):
     """A step is given up for replay, so that retention may drop what only it needed."""
 
-    KIND: ClassVar[str] = "step.retired"
-    ABOUT: ClassVar[About] = About(lasting=True)
     step: int
     policy: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class EvalFinished(Record):
+class EvalFinished(Record, kind="eval.finished", about=About(of="policy")):
     """A version was evaluated on what is held out of training: samples and rewards of split `eval`.
 
     `samples` are those held out at `cut`, of which `tokens` count. `trajectories` are those that finished
@@ -265,8 +246,6 @@ class EvalFinished(Record):
     came to none because their infrastructure failed: then `reward` and `success` are of those that did.
     """
 
-    KIND: ClassVar[str] = "eval.finished"
-    ABOUT: ClassVar[About] = About(of="policy")
     policy: str
     policy_version: int
     phase: str
@@ -291,25 +270,21 @@ class EvalFinished(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class EvalStarted(Record):
+class EvalStarted(Record, kind="eval.started", about=About(of="policy")):
     """A training waits for agents to be evaluated at this version, on tasks that are held out."""
 
-    KIND: ClassVar[str] = "eval.started"
-    ABOUT: ClassVar[About] = About(of="policy")
     policy: str
     policy_version: int
     phase: str
 
 
 @dataclass(frozen=True, slots=True)
-class EvalSampled(Record):
+class EvalSampled(Record, kind="eval.sampled", about=About(of="policy")):
     """The agents that were to be evaluated at this version have been: a training that waits may go on.
 
     `rollout` is the name that their launches have, `trajectories` how many there were to be.
     """
 
-    KIND: ClassVar[str] = "eval.sampled"
-    ABOUT: ClassVar[About] = About(of="policy")
     policy: str
     policy_version: int
     rollout: str
@@ -318,14 +293,12 @@ class EvalSampled(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class StopFired(Record):
+class StopFired(Record, kind="stop.fired", about=About(of="policy")):
     """A rule of early stopping ended a training after the step that made this version.
 
     `values` are those that the rule judged by, each as `{"policy_version": ..., "value": ...}`.
     """
 
-    KIND: ClassVar[str] = "stop.fired"
-    ABOUT: ClassVar[About] = About(of="policy")
     policy: str
     policy_version: int
     phase: str
@@ -334,11 +307,9 @@ class StopFired(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class SyncStarted(Record):
+class SyncStarted(Record, kind="sync.started"):
     """A transfer of weights to an engine began. `sync_id` ties its events together."""
 
-    KIND: ClassVar[str] = "sync.started"
-    ABOUT: ClassVar[About] = About()
     policy: str
     policy_version: int
     sync_id: str
@@ -347,11 +318,9 @@ class SyncStarted(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class SyncFinished(Record):
+class SyncFinished(Record, kind="sync.finished"):
     """The engine holds the weights, verified. `seconds` is wall time from start to verification."""
 
-    KIND: ClassVar[str] = "sync.finished"
-    ABOUT: ClassVar[About] = About()
     policy: str
     policy_version: int
     sync_id: str
@@ -361,11 +330,9 @@ class SyncFinished(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class SyncFailed(Record):
+class SyncFailed(Record, kind="sync.failed"):
     """The transfer did not end well; the engine is unusable until a whole one does."""
 
-    KIND: ClassVar[str] = "sync.failed"
-    ABOUT: ClassVar[About] = About()
     policy: str
     policy_version: int
     sync_id: str

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from rollbook.store.events.about import About, Record, marked
 
 
 @dataclass(frozen=True, slots=True)
-class BodyStored(Record):
+class BodyStored(Record, kind="body.stored", about=About(text={"body": marked})):
     """A large JSON value that requests of this segment name by its digest (see `events.blobs`)."""
 
-    KIND: ClassVar[str] = "body.stored"
-    ABOUT: ClassVar[About] = About(text={"body": marked})
     digest: str
     body: Any
 
 
 @dataclass(frozen=True, slots=True)
-class CursorMoved(Record):
+class CursorMoved(Record, kind="cursor.moved"):
     """A consumer has processed every event of this cut (`lane=count,...`); `by` names the API key that moved
     it."""
 
-    KIND: ClassVar[str] = "cursor.moved"
-    ABOUT: ClassVar[About] = About()
     consumer: str
     cut: str
     by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentDropped(Record):
+class SegmentDropped(Record, kind="segment.dropped", about=About(lasting=True)):
     """Retention removed segments `first_segment..last_segment` of `of_lane`, with these events."""
 
-    KIND: ClassVar[str] = "segment.dropped"
-    ABOUT: ClassVar[About] = About(lasting=True)
     of_lane: str
     first_segment: int
     last_segment: int
@@ -45,14 +39,12 @@ class SegmentDropped(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentRepaired(Record):
+class SegmentRepaired(Record, kind="segment.repaired"):
     """The WAL file of segment `segment` of `of_lane` was damaged: `damage` says how.
 
     It was removed, since sealed unit `unit` holds its events, `first_seq` to `next_seq`, and was whole.
     """
 
-    KIND: ClassVar[str] = "segment.repaired"
-    ABOUT: ClassVar[About] = About()
     of_lane: str
     segment: int
     unit: str
@@ -62,11 +54,9 @@ class SegmentRepaired(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryErased(Record):
+class TrajectoryErased(Record, kind="trajectory.erased", about=About(lasting=True)):
     """The text of a trajectory was removed from every sealed file; its ids too unless `tokens_kept`."""
 
-    KIND: ClassVar[str] = "trajectory.erased"
-    ABOUT: ClassVar[About] = About(lasting=True)
     trajectory_id: str
     tokens_kept: bool
     reason: str

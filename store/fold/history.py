@@ -408,7 +408,7 @@ class EvaluatedAgents:
                     self.ended.add(place)
 
     @property
-    def said(self) -> str:
+    def in_words(self) -> str:
         """Their progress, in words."""
         if self.rollout is None:
             return "none was launched yet"

@@ -9,6 +9,7 @@ import hashlib
 import math
 import uuid
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -343,7 +344,7 @@ class Entry:
     trajectory_id: str = ""
 
 
-class ChatFile:
+class ChatFile(AbstractContextManager["ChatFile"]):
     """A checked file. In memory are a few hundred bytes for each line, and one trajectory.
 
     Args:
@@ -383,9 +384,6 @@ class ChatFile:
     def close(self) -> None:
         """Give the file back."""
         self._file.close()
-
-    def __enter__(self) -> ChatFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -45,7 +45,7 @@ from rollbook.store.wal.frame import EMPTY_CHAIN
 Rows = Mapping[str, pa.Table]
 """Lane -> rows of it in `TABLE_SCHEMA`; lanes without any may be missing."""
 
-_OF_TRAINING = kinds_where(lambda said: said.of in ("policy", "run"))
+_OF_TRAINING = kinds_where(lambda properties: properties.of in ("policy", "run"))
 
 
 @dataclass(frozen=True, slots=True)

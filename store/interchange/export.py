@@ -1,26 +1,244 @@
 """Exports a store, or part of it, as files.
 
 JSONL has a line per root-to-leaf path, an OpenAI-style chat with the tokens beside it.
+
+Export as a folder that Hugging Face `datasets.load_dataset` can read directly.
+
+It has `data/SPLIT-00000-of-0000N.parquet`, and a README.md whose front matter names the splits
+and columns. It is written without that library. One row per root-to-leaf path, as in the JSONL
+export, but typed.
+
+Export as tables: trajectories, turns, rewards and events, one Parquet file each.
+
+`trajectories`, `rewards` and `events` are the SQL views of these names, with their columns. `turns` has the
+view's scalars and, from a fold of the events, each turn's whole prompt and messages.
+
+Rows are written a group at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rollbook.store.cut import format_cut
+from rollbook.store.errors import InterchangeError
 from rollbook.store.events import Json
+from rollbook.store.events.schema import SPAN
 from rollbook.store.fold.path_tokens import PathTokens
+from rollbook.store.fold.trajectory import Trajectory, Turn
 from rollbook.store.interchange.destination import Progress, destination, no_progress
-from rollbook.store.interchange.hub import export_dataset
-from rollbook.store.interchange.paths import PathRow, paths
+from rollbook.store.interchange.paths import PathRow, paths, span_rows
 from rollbook.store.interchange.selection import TrajectorySet, count_events, select, trajectories
-from rollbook.store.interchange.tables import export_tables
 from rollbook.store.open import open_store
+from rollbook.store.sql.sandbox import Connection
+
+BATCH_ROWS = 2048
+TEXTS = pa.list_(pa.string())
+IDS = pa.list_(pa.int32())
+
+TURNS = pa.schema(
+    [
+        ("run", pa.string()),
+        ("trajectory", pa.string()),
+        ("trajectory_id", pa.string()),
+        ("split", pa.string()),
+        ("turn_id", pa.string()),
+        ("position", pa.int32()),
+        ("parent_turn_id", pa.string()),
+        ("root_reason", pa.string()),
+        ("request_id", pa.string()),
+        ("status", pa.string()),
+        ("delivered", pa.string()),
+        ("error", pa.string()),
+        ("policy", pa.string()),
+        ("policy_version", pa.int64()),
+        ("version_spans", pa.list_(SPAN)),
+        ("prompt_ids", IDS),
+        ("prompt_delta", IDS),
+        ("prompt_length", pa.int64()),
+        ("completion_ids", IDS),
+        ("logprobs", pa.list_(pa.float32())),
+        ("finish_reason", pa.string()),
+        ("messages", pa.string()),
+        ("reply", pa.string()),
+        ("request", pa.string()),
+        ("requested_model", pa.string()),
+        ("sampling", pa.string()),
+        ("honoured", pa.string()),
+        ("logprob_semantics", pa.string()),
+        ("flags", TEXTS),
+        ("timings", pa.string()),
+        ("reward", pa.float64()),
+    ]
+)
+"""Columns of the turns' file. Text that the log holds as JSON is JSON text."""
+
+
+def export_tables(selection: TrajectorySet, folder: Path, advance: Callable[[int], Any]) -> dict[str, int]:
+    """Write the four files into a folder that exists; the number of rows of each.
+
+    `events` has the log's own rows, also those of no trajectory (runs, steps), unless a split is selected.
+    In memory: what `trajectories` holds, a row group of turns, and a batch of 2,048 rows of the others;
+    DuckDB's joins for `trajectories` and `rewards` hold their keys.
+
+    Raises:
+        CorruptionError: acknowledged bytes are damaged.
+    """
+    chosen = f"trajectory_id IN ({selection.sql()})"
+    events = "true"
+    if selection.split is not None:
+        events = chosen
+    elif selection.run is not None:
+        events = "run = $run"
+    with selection.connect() as connection:
+        counts = {
+            name: _write_view(connection, name, where, selection.parameters, folder / f"{name}.parquet")
+            for name, where in (("trajectories", chosen), ("rewards", chosen), ("events", events))
+        }
+    counts["turns"] = _write_turns(selection, folder / "turns.parquet", advance)
+    return counts
+
+
+def _write_view(connection: Connection, view: str, where: str, parameters: dict[str, str], path: Path) -> int:
+    used = {name: value for name, value in parameters.items() if f"${name}" in where}
+    relation = connection.sql(f'SELECT * FROM "{view}" WHERE {where}', params=used)
+    rows = 0
+    reader = relation.to_arrow_reader(BATCH_ROWS)
+    with pq.ParquetWriter(str(path), reader.schema, compression="zstd") as writer:
+        for batch in reader:
+            writer.write_batch(batch)
+            rows += batch.num_rows
+    return rows
+
+
+def _write_turns(selection: TrajectorySet, path: Path, advance: Callable[[int], Any]) -> int:
+    with RowWriter(path, TURNS) as writer:
+        for trajectory in trajectories(selection, advance):
+            for row in turn_rows(trajectory):
+                writer.add(row)
+        return writer.rows
+
+
+def turn_rows(trajectory: Trajectory) -> Iterator[Json]:
+    """A row in the columns `TURNS` for each turn, also those that failed or still run.
+
+    Raises:
+        CorruptionError: a prompt does not fold to the ids that were sent.
+    """
+    for turn in trajectory.turns.values():
+        yield _request_columns(trajectory, turn) | _completion_columns(trajectory, turn)
+
+
+def _request_columns(trajectory: Trajectory, turn: Turn) -> Json:
+    requested = turn.requested
+    status = "completed" if turn.completed else "failed" if turn.failed else "running"
+    return {
+        "run": trajectory.run,
+        "trajectory": trajectory.opened.name,
+        "trajectory_id": trajectory.opened.trajectory_id,
+        "split": trajectory.split,
+        "turn_id": turn.turn_id,
+        "position": turn.position,
+        "parent_turn_id": requested.parent_turn_id,
+        "root_reason": requested.root_reason,
+        "request_id": requested.request_id,
+        "status": status,
+        "delivered": turn.delivered,
+        "error": turn.failed.error if turn.failed else None,
+        "messages": json_text(trajectory.messages(turn)),
+        "request": json_text(requested.request),
+        "requested_model": requested.requested_model,
+        "sampling": json_text(requested.sampling),
+        "honoured": json_text(requested.honoured),
+        "reward": trajectory.reward(turn_id=turn.turn_id),
+    }
+
+
+def _completion_columns(trajectory: Trajectory, turn: Turn) -> Json:
+    done = turn.completed
+    if done is None:
+        return {}
+    return {
+        "policy": done.policy,
+        "policy_version": done.policy_version,
+        "version_spans": span_rows(done.version_spans),
+        "prompt_ids": trajectory.prompt_ids(turn),
+        "prompt_delta": done.prompt_ids,
+        "prompt_length": done.prompt_length,
+        "completion_ids": done.completion_ids,
+        "logprobs": done.logprobs,
+        "finish_reason": done.finish_reason,
+        "reply": json_text(done.reply),
+        "logprob_semantics": json_text(done.logprob_semantics),
+        "flags": done.flags,
+        "timings": json_text(done.timings),
+    }
+
+
+def json_text(value: Any) -> str:
+    """The value as JSON text."""
+    return orjson.dumps(value).decode()
+
+
+GROUP_ROWS = 1024
+GROUP_WEIGHT = 4 << 20
+"""A row group is written when its rows hold about this many array elements and characters."""
+
+
+class RowWriter(AbstractContextManager["RowWriter"]):
+    """Writes rows (column -> value) to one Parquet file; holds no more than a row group."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.rows = 0
+        self._schema = schema
+        self._sink = pa.OSFile(str(path), "wb")
+        self._writer: Any = pq.ParquetWriter(self._sink, schema, compression="zstd")
+        self._waiting: list[Json] = []
+        self._weight = 0
+
+    def add(self, row: Json) -> None:
+        """Take one row. Lists may be numpy arrays."""
+        self._waiting.append(row)
+        self._weight += weight(row)
+        self.rows += 1
+        if len(self._waiting) >= GROUP_ROWS or self._weight >= GROUP_WEIGHT:
+            self._write_group()
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file so far, without the rows that wait."""
+        return int(self._sink.tell())
+
+    def close(self) -> None:
+        """Write what waits, and the file's footer."""
+        if self._waiting:
+            self._write_group()
+        self._writer.close()
+        self._sink.close()
+
+    def _write_group(self) -> None:
+        self._writer.write_batch(pa.RecordBatch.from_pylist(self._waiting, schema=self._schema))
+        self._waiting, self._weight = [], 0
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def weight(value: Any) -> int:
+    """About how many array elements and characters a value holds."""
+    if isinstance(value, dict):
+        return sum(map(weight, value.values()))
+    if isinstance(value, list):
+        return sum(map(weight, value))
+    return len(value) if hasattr(value, "__len__") else 1
 
 
 def export_jsonl(selection: TrajectorySet, file: Path, advance: Callable[[int], Any]) -> dict[str, int]:
@@ -72,6 +290,184 @@ def _floats(values: np.ndarray[Any, np.dtype[np.float32]] | None) -> list[float 
     if values is None:
         return None
     return [value if np.isfinite(value) else None for value in values.tolist()]
+
+
+SHARD_BYTES = 256 << 20
+"""A Parquet file of a split that has grown beyond this is closed, and the next one begun."""
+
+MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+LOGPROBS = pa.list_(pa.float32())
+TURN = pa.struct(
+    [
+        ("turn_id", pa.string()),
+        ("message", pa.int32()),
+        ("reward", pa.float64()),
+        ("delivered", pa.string()),
+        ("flags", TEXTS),
+        ("prompt_length", pa.int32()),
+        ("completion_ids", IDS),
+        ("logprobs", LOGPROBS),
+        ("version_spans", pa.list_(SPAN)),
+    ]
+)
+ROWS = pa.schema(
+    [
+        ("trajectory", pa.string()),
+        ("trajectory_id", pa.string()),
+        ("run", pa.string()),
+        ("group", pa.string()),
+        ("task", pa.string()),
+        ("status", pa.string()),
+        ("reward", pa.float64()),
+        ("success", pa.bool_()),
+        ("labels", pa.string()),
+        ("messages", pa.list_(MESSAGE)),
+        ("messages_json", pa.string()),
+        ("tools", pa.string()),
+        ("chat_template_kwargs", pa.string()),
+        ("turns", pa.list_(TURN)),
+        ("input_ids", IDS),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("logprobs", LOGPROBS),
+        ("versions", IDS),
+    ]
+)
+"""Columns. `messages` holds role and text, `messages_json` all of what was sent; `labels`, `tools` and
+`chat_template_kwargs`: JSON."""
+
+
+def export_dataset(selection: TrajectorySet, folder: Path, advance: Callable[[int], Any]) -> dict[str, int]:
+    """Write the folder's files; how many trajectories and paths.
+
+    In memory: what `trajectories` holds, and a row group of each split.
+
+    Raises:
+        InterchangeError: there is no path, and `load_dataset` reads no dataset without a row.
+        CorruptionError: acknowledged bytes are damaged.
+    """
+    data = folder / "data"
+    data.mkdir()
+    count = 0
+    splits: dict[str, _SplitWriter] = {}
+    with ExitStack() as stack:
+        for trajectory in trajectories(selection, advance):
+            count += 1
+            split = trajectory.split
+            for path in paths(trajectory):
+                if split not in splits:
+                    splits[split] = stack.enter_context(_SplitWriter(data, split))
+                splits[split].add(as_row(path))
+    if not splits:
+        raise InterchangeError(
+            f"none of the {count} trajectories at {format_cut(selection.cut)} has a completed turn, and a "
+            "dataset without a row cannot be loaded: name a later cut, another run or split, or use parquet"
+        )
+    (folder / "README.md").write_text(_card(selection, splits, count), encoding="utf-8")
+    return {"trajectories": count, "paths": sum(split.rows for split in splits.values())}
+
+
+def as_row(path: PathRow) -> Json:
+    """The path in the columns `ROWS`. NaN and -1 stay, so that lists hold numbers only."""
+    head = path.head()
+    return {
+        **{name: head[name] for name in ROWS.names if name in head},
+        "labels": json_text(head["labels"]),
+        "messages": [{"role": m.get("role"), "content": text_of(m.get("content"))} for m in path.messages],
+        "messages_json": json_text(path.messages),
+        "tools": None if path.tools is None else json_text(path.tools),
+        "chat_template_kwargs": json_text(path.template_kwargs) if path.template_kwargs else None,
+        "turns": path.turn_rows(),
+        "input_ids": path.tokens.tokens,
+        "loss_mask": path.tokens.loss_mask,
+        "logprobs": path.tokens.logprobs,
+        "versions": path.tokens.versions,
+    }
+
+
+def text_of(content: Any) -> str | None:
+    """The text of a message's content: as sent, or its text parts joined; None where there is no text."""
+    if isinstance(content, str) or content is None:
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [p["text"] for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
+    return "".join(texts) if texts else None
+
+
+class _SplitWriter(AbstractContextManager["_SplitWriter"]):
+    """The Parquet files of one split. Their number is known only at the end, so they are named then."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        self.rows = self.bytes = 0
+        self._folder, self._split = folder, split
+        self._shards: list[Path] = []
+        self._writer = self._open()
+
+    def _open(self) -> RowWriter:
+        self._shards.append(self._folder / f"{self._split}-{len(self._shards):05d}.partial")
+        return RowWriter(self._shards[-1], ROWS)
+
+    def add(self, row: Json) -> None:
+        if self._writer.bytes > SHARD_BYTES:
+            self._writer.close()
+            self._writer = self._open()
+        self._writer.add(row)
+        self.rows += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+        for number, shard in enumerate(self._shards):
+            self.bytes += shard.stat().st_size
+            shard.rename(self._folder / f"{self._split}-{number:05d}-of-{len(self._shards):05d}.parquet")
+
+
+def _card(selection: TrajectorySet, splits: dict[str, _SplitWriter], trajectories: int) -> str:
+    """The README: front matter (each value as JSON, which YAML reads too), then a few words."""
+    size = sum(split.bytes for split in splits.values())
+    files = [{"split": name, "path": f"data/{name}-*"} for name in splits]
+    info = {
+        "features": [_feature(field) for field in ROWS],
+        "splits": [
+            {"name": name, "num_bytes": split.bytes, "num_examples": split.rows}
+            for name, split in splits.items()
+        ],
+        "download_size": size,
+        "dataset_size": size,
+    }
+    matter = {"configs": [{"config_name": "default", "data_files": files}], "dataset_info": info}
+    lines = [f"{key}: {orjson.dumps(value).decode()}" for key, value in matter.items()]
+    rows = sum(split.rows for split in splits.values())
+    return "\n".join(
+        [
+            "---",
+            *lines,
+            "---",
+            "",
+            "# Agent rollouts",
+            "",
+            f"{rows} root-to-leaf paths of {trajectories} trajectories, exported by Rollbook",
+            f"from store {selection.store.store_id} at the cut `{format_cut(selection.cut)}`.",
+            "`messages_json` is exactly what was sent and answered; `messages` is its text.",
+            "`loss_mask`, `logprobs` and `versions` belong to `input_ids`, one for one.",
+            "",
+        ]
+    )
+
+
+def _feature(field: pa.Field) -> Json:
+    """A column as the library writes it into front matter."""
+    return {"name": field.name, **_type(field.type)}
+
+
+def _type(type_: pa.DataType) -> Json:
+    if pa.types.is_list(type_):
+        item = type_.value_type
+        return {"list": _members(item) if pa.types.is_struct(item) else _type(item)["dtype"]}
+    names = {pa.string(): "string", pa.bool_(): "bool", pa.float32(): "float32", pa.float64(): "float64"}
+    return {"dtype": names.get(type_, str(type_))}
+
+
+def _members(struct: pa.StructType) -> list[Json]:
+    return [_feature(struct.field(i)) for i in range(struct.num_fields)]
 
 
 Exporter = Callable[[TrajectorySet, Path, Callable[[int], Any]], dict[str, int]]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def consumer_lane(name: str) -> str:
     return lane
 
 
-class Consumer:
+class Consumer(AbstractContextManager["Consumer"]):
     """Hands out events after its cursor, of all lanes but its own; `commit` moves the cursor.
 
     Events of kind `cursor.moved` are passed over.
@@ -130,9 +131,6 @@ class Consumer:
     def close(self) -> None:
         """Release the consumer's name. Uncommitted events are handed out again later."""
         self._writer.close()
-
-    def __enter__(self) -> Consumer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -100,7 +100,8 @@ class LaneReader:
     def _enter(self, end: int) -> Iterator[pa.RecordBatch]:
         """Find the segment that holds the next event, or hand out the sealed unit that does."""
         for pause in _PAUSES_S:
-            time.sleep(pause)
+            if pause:  # to sleep for no time gives way to other threads, too
+                time.sleep(pause)
             number = _segment_of(self._folder, self.next_seq)
             if number is not None:
                 self._open_segment(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Filter:
 EVERYTHING = Filter()
 
 
-class Tail:
+class Tail(AbstractContextManager["Tail"]):
     """Hands out each event of the store once, as it becomes durable.
 
     It proceeds in rounds: a round is the events between two heads, lane by lane, each lane in
@@ -162,9 +163,6 @@ class Tail:
     def at_head(self) -> bool:
         """Whether the last poll came to the end of its round."""
         return self._round is None
-
-    def __enter__(self) -> Tail:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._round = None

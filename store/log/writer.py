@@ -89,7 +89,7 @@ class _Group:
         return self._events <= 0 or self._bytes <= 0
 
 
-class LaneWriter:
+class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
     """Appends events to one lane. Threads may share it; processes may not.
 
     Args:
@@ -255,9 +255,6 @@ class LaneWriter:
         if first:
             self._flusher.close()
             os.close(self._lock_fd)
-
-    def __enter__(self) -> LaneWriter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -135,11 +135,11 @@ class _Collector(Scrubber):
 
     def __init__(self) -> None:
         super().__init__(b"")
-        self.found: set[str] = set()
+        self.secrets: set[str] = set()
 
     def digest(self, secret: str) -> str:
         if not PLACEHOLDER.fullmatch(secret):
-            self.found.add(secret)
+            self.secrets.add(secret)
         return secret
 
 
@@ -147,7 +147,7 @@ def secrets_in(body: dict[str, Any]) -> set[str]:
     """Every secret of a body that is outside the conversation."""
     collector = _Collector()
     replace_outside(body, collector.field)
-    return collector.found
+    return collector.secrets
 
 
 def _kind(name: str) -> int:

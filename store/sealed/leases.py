@@ -42,7 +42,7 @@ UnitName = tuple[str, str]
 logger = logging.getLogger(__name__)
 
 
-class Lease:
+class Lease(contextlib.AbstractContextManager["Lease"]):
     """Keeps units from being removed until it is released, collected, or its process has ended.
 
     Attributes:
@@ -56,9 +56,6 @@ class Lease:
     def release(self) -> None:
         """Give the units back. Safe to call twice."""
         self._end()
-
-    def __enter__(self) -> Lease:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -31,7 +31,7 @@ from rollbook.store.settings import SealSettings, read_settings
 TABLE_SCHEMA = pa.schema([pa.field("lane", pa.string()), *LOG_SCHEMA])
 """The log's columns with the lane first: of sealed files and of `Store.table`."""
 
-FAT_KINDS = tuple(kinds_where(lambda said: said.fat))
+FAT_KINDS = tuple(kinds_where(lambda properties: properties.fat))
 MARKS_ROW_GROUP = 512
 BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20
 """A batch that is read back holds so many rows, or about so many bytes of JSON."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+
 from rollbook.store.sql import columns
 from rollbook.store.sql.columns import View, json, text
 
@@ -87,73 +90,130 @@ def _in_force(which: str) -> str:
                GROUP BY trajectory_id, turn_id)"""
 
 
-_FIRST_ASKED = """(
+def _first_asked(among: str) -> str:
+    """For each turn stored as a sibling, the request of the first turn, which holds the shared fields."""
+    return f"""(
         SELECT s.trajectory_id, s.turn_id, f.extra AS first_asked
         FROM (SELECT trajectory_id, turn_id, json_extract_string(extra, '$.sibling_of') AS first_turn_id
-              FROM internal.turn_events WHERE kind = 'turn.requested' AND contains(extra, '"sibling_of":"')) s
-        JOIN (SELECT trajectory_id, turn_id, extra FROM internal.turn_events WHERE kind = 'turn.requested') f
+              FROM internal.turn_events
+              WHERE kind = 'turn.requested' AND contains(extra, '"sibling_of":"') AND {among}) s
+        JOIN (SELECT trajectory_id, turn_id, extra FROM internal.turn_events
+              WHERE kind = 'turn.requested' AND {among}) f
           ON f.trajectory_id = s.trajectory_id AND f.turn_id = s.first_turn_id)"""
-"""For each turn stored as a sibling, the request of the first turn, which holds the shared fields."""
 
-_DETAIL = f"""(
-      SELECT trajectory_id, turn_id, any_value(trajectory) AS trajectory, any_value(reward) AS reward,
-             any_value(version_spans) AS version_spans, any_value(prompt_ids) AS prompt_ids,
-             any_value(completion_ids) AS completion_ids, any_value(logprobs) AS logprobs,
-             any_value(asked) AS asked, any_value(first_asked) AS first_asked,
-             any_value(answered) AS answered
+
+def _details(among: str) -> str:
+    """What the fat events hold of each turn."""
+    return f"""(
+      SELECT trajectory_id, turn_id, any_value(version_spans) AS version_spans,
+             any_value(prompt_ids) AS prompt_ids, any_value(completion_ids) AS completion_ids,
+             any_value(logprobs) AS logprobs, any_value(asked) AS asked,
+             any_value(first_asked) AS first_asked, any_value(answered) AS answered
       FROM (
         SELECT trajectory_id, turn_id, version_spans, prompt_ids, completion_ids, logprobs,
                CASE WHEN kind = 'turn.requested' THEN extra END AS asked,
                CASE WHEN kind = 'turn.completed' THEN extra END AS answered
-        FROM internal.turn_events
+        FROM internal.turn_events WHERE {among}
         UNION ALL BY NAME
-        SELECT trajectory_id, turn_id, prompt_ids FROM internal.mark_events WHERE kind = 'turn.failed'
+        SELECT trajectory_id, turn_id, prompt_ids FROM internal.mark_events
+        WHERE kind = 'turn.failed' AND {among}
         UNION ALL BY NAME
-        SELECT trajectory_id, turn_id, trajectory
-        FROM internal.turn_scalars JOIN {_NAMES} USING (trajectory_id)
-        UNION ALL BY NAME
-        SELECT * FROM {_FIRST_ASKED}
-        UNION ALL BY NAME
-        SELECT * FROM {_in_force("turn_id IS NOT NULL")})
+        SELECT * FROM {_first_asked(among)})
       GROUP BY trajectory_id, turn_id)"""
-"""The columns of `turns` beyond a turn's scalars, as one grouped relation: DuckDB drops a join from queries
-that select none of its columns, but of several such joins only the last."""
+
+
+_TURN_COLUMNS = {
+    "run": "s.run",
+    "trajectory": "n.trajectory",
+    "trajectory_id": "s.trajectory_id",
+    "turn_id": "s.turn_id",
+    "parent_turn_id": "s.parent_turn_id",
+    "root_reason": "s.root_reason",
+    "status": """CASE WHEN s.completed IS NOT NULL THEN 'completed'
+                WHEN s.error IS NOT NULL THEN 'failed' ELSE 'running' END""",
+    "delivered": "s.delivered",
+    "policy": "s.policy",
+    "policy_version": "s.policy_version",
+    "version_spans": "d.version_spans",
+    "prompt_delta": "d.prompt_ids",
+    "prompt_length": "s.prompt_length",
+    "completion_ids": "d.completion_ids",
+    "logprobs": "d.logprobs",
+    "completion_length": "s.completion_length",
+    "finish_reason": "s.finish_reason",
+    "content": "json_extract_string(d.answered, '$.reply.content')",
+    "reply": "json_extract(d.answered, '$.reply')",
+    "new_messages": "json_extract(d.asked, '$.messages')",
+    "request": "json_extract(coalesce(d.first_asked, d.asked), '$.request')",
+    "requested_model": "s.requested_model",
+    "sampling": """CASE WHEN d.first_asked IS NULL THEN json_extract(d.asked, '$.sampling')
+                ELSE json_merge_patch(json_extract(d.first_asked, '$.sampling'),
+                                      json_extract(d.asked, '$.sampling')) END""",
+    "reward": "w.reward",
+    "requested": "s.requested",
+    "completed": "s.completed",
+    "latency_ms": "date_diff('microsecond', s.requested, s.completed) / 1000.0",
+    "lane": "s.lane",
+    "seq": "s.seq",
+    "error": "s.error",
+    "flags": "json_extract(d.answered, '$.flags')",
+    "timings": "json_extract(d.answered, '$.timings')",
+    "min_version": "s.min_version",
+    "max_version": "s.max_version",
+    "min_logprob": "s.min_logprob",
+    "sum_logprob": "s.sum_logprob",
+    "endpoint": """coalesce(json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.endpoint'),
+                    '/v1/chat/completions')""",
+    "choice": "coalesce(CAST(json_extract_string(d.asked, '$.wire.choice') AS BIGINT), 0)",
+    "retry": """coalesce(CAST(json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.retry')
+                              AS BIGINT), 0)""",
+    "fidelity": """CASE WHEN s.completed IS NULL THEN NULL WHEN s.erased THEN 'erased'
+                WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END""",
+    "key": "json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.key')",
+    "upstream_prompt_tokens": "s.upstream_prompt_tokens",
+    "upstream_completion_tokens": "s.upstream_completion_tokens",
+    "upstream_total_tokens": "s.upstream_total_tokens",
+    "repeats": "json_extract_string(d.asked, '$.wire.repeats')",
+}
+"""Column -> its SQL, over a turn's scalars `s`, and what is joined to them: `n`, the trajectory's name; `w`,
+the reward in force; and `d`, what the fat events hold."""
+
+NAMED, REWARDED, DETAILED = (
+    frozenset(name for name, sql in _TURN_COLUMNS.items() if re.search(rf"\b{alias}\.", sql))
+    for alias in "nwd"
+)
+"""The columns that each of the joins brings."""
+
+
+def turns_query(joined: Collection[str], among: str = "true", only: str = "true") -> str:
+    """The SQL of `turns`.
+
+    Args:
+        joined: the columns that joins bring, of those that are wanted: no other such column is there, and no
+            join that brings none.
+        among: a condition on the `trajectory_id` of what is joined; only: one on the turns' scalars.
+    """
+    every = NAMED | REWARDED | DETAILED
+    selected = {name: sql for name, sql in _TURN_COLUMNS.items() if name in joined or name not in every}
+    turn = "{0}.trajectory_id = s.trajectory_id AND {0}.turn_id = s.turn_id"
+    rewards = _in_force(f"turn_id IS NOT NULL AND {among}")
+    joins = [
+        (NAMED, f"{_NAMES} n ON n.trajectory_id = s.trajectory_id"),
+        (REWARDED, f"{rewards} w ON {turn.format('w')}"),
+        (DETAILED, f"{_details(among)} d ON {turn.format('d')}"),
+    ]
+    return f"""
+    SELECT {", ".join(f"{sql} AS {name}" for name, sql in selected.items())}
+    FROM internal.turn_scalars s
+    {" ".join(f"LEFT JOIN {join}" for brings, join in joins if brings & set(joined))}
+    WHERE {only}
+    """
+
 
 TURNS = View(
     "turns",
     "One model call: what was asked, the exact tokens and logprobs, and which policy version made them.",
-    f"""
-    SELECT s.run, d.trajectory, s.trajectory_id, s.turn_id, s.parent_turn_id, s.root_reason,
-           CASE WHEN s.completed IS NOT NULL THEN 'completed'
-                WHEN s.error IS NOT NULL THEN 'failed' ELSE 'running' END AS status,
-           s.delivered, s.policy, s.policy_version, d.version_spans,
-           d.prompt_ids AS prompt_delta, s.prompt_length,
-           d.completion_ids, d.logprobs, s.completion_length, s.finish_reason,
-           json_extract_string(d.answered, '$.reply.content') AS content,
-           json_extract(d.answered, '$.reply') AS reply,
-           json_extract(d.asked, '$.messages') AS new_messages,
-           json_extract(coalesce(d.first_asked, d.asked), '$.request') AS request, s.requested_model,
-           CASE WHEN d.first_asked IS NULL THEN json_extract(d.asked, '$.sampling')
-                ELSE json_merge_patch(json_extract(d.first_asked, '$.sampling'),
-                                      json_extract(d.asked, '$.sampling')) END AS sampling,
-           d.reward, s.requested, s.completed,
-           date_diff('microsecond', s.requested, s.completed) / 1000.0 AS latency_ms, s.lane, s.seq,
-           s.error, json_extract(d.answered, '$.flags') AS flags,
-           json_extract(d.answered, '$.timings') AS timings,
-           s.min_version, s.max_version, s.min_logprob, s.sum_logprob,
-           coalesce(json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.endpoint'),
-                    '/v1/chat/completions') AS endpoint,
-           coalesce(CAST(json_extract_string(d.asked, '$.wire.choice') AS BIGINT), 0) AS choice,
-           coalesce(CAST(json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.retry') AS BIGINT), 0)
-             AS retry,
-           CASE WHEN s.completed IS NULL THEN NULL WHEN s.erased THEN 'erased'
-                WHEN s.completion_length > 0 THEN 'exact' ELSE 'text_only' END AS fidelity,
-           json_extract_string(coalesce(d.first_asked, d.asked), '$.wire.key') AS key,
-           s.upstream_prompt_tokens, s.upstream_completion_tokens, s.upstream_total_tokens,
-           json_extract_string(d.asked, '$.wire.repeats') AS repeats
-    FROM internal.turn_scalars s
-    LEFT JOIN {_DETAIL} d ON d.trajectory_id = s.trajectory_id AND d.turn_id = s.turn_id
-    """,
+    turns_query(NAMED | REWARDED | DETAILED),
     columns.TURNS,
 )
 

@@ -164,7 +164,11 @@ TURNS = (
     ViewColumn("seq", "BIGINT", "place of its turn.requested in the lane"),
     ViewColumn("error", "VARCHAR", "why it failed"),
     ViewColumn("flags", "JSON", "list of oddities, such as malformed_tool_call"),
-    ViewColumn("timings", "JSON", "held_us and engine_us, in µs, where the engine reports them"),
+    ViewColumn(
+        "timings",
+        "JSON",
+        "held_us, engine_us, and first_token_us of it, in µs, where the engine reports them",
+    ),
     ViewColumn(
         "min_version", "BIGINT", "oldest version, of whichever policy, that sampled one of its tokens"
     ),
@@ -387,6 +391,11 @@ class View:
     doc: str
     sql: str
     columns: tuple[ViewColumn, ...]
+
+
+def literal(value: str) -> str:
+    """A text as SQL writes it."""
+    return "'" + value.replace("'", "''") + "'"
 
 
 def text(field: str, alias: str = "") -> str:

@@ -12,11 +12,11 @@ from duckdb.sqltypes import INTEGER, VARCHAR
 from rollbook.store.log.store import Store
 from rollbook.store.open import open_store
 from rollbook.store.sealed.leases import lease_units
-from rollbook.store.spill import Spill
+from rollbook.store.spill import QUIET, Spill
 from rollbook.store.sql.agent_views import TOKEN_TEXT
 from rollbook.store.sql.object_storage import read_object_storage
 from rollbook.store.sql.relations import INTERNAL, LIVE, LazyViews, definitions, snapshot
-from rollbook.store.sql.sandbox import Connection, close_doors, closed_config, explained, folders_of
+from rollbook.store.sql.sandbox import CLOSED, Connection, close_doors, explained, folders_of
 from rollbook.store.sql.views import VIEWS
 from rollbook.store.sql.vocabularies import Vocabularies
 
@@ -63,10 +63,10 @@ def connect_at(
     contents = snapshot(store.path, cut, units)
     live = store.table(cut, contents.sealed_to())
     spill = Spill()
-    closed = {"python_enable_replacements": False} if allow_files else closed_config()
+    closed = {"python_enable_replacements": False} if allow_files else CLOSED
     connection = duckdb.connect(":memory:", config=closed | spill.config)
     # Sealed files never change, so their footers are read once a connection.
-    connection.execute("LOAD parquet; SET parquet_metadata_cache = true")
+    connection.execute(f"LOAD parquet; SET parquet_metadata_cache = true; {QUIET}")
     # A view, because a registered table would be listed among the views and be missing in cursors.
     connection.execute(f"CREATE SCHEMA {INTERNAL}; USE {INTERNAL}")
     connection.from_arrow(live).create_view(LIVE)

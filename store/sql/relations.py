@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -46,6 +46,7 @@ from rollbook.store.sealed.projections import (
     turn_scalars,
 )
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder, unit_folder
+from rollbook.store.sql.columns import literal
 
 INTERNAL = "internal"
 """Schema of the relations; in a schema of their own they are not listed among the views."""
@@ -77,8 +78,8 @@ AMONG = "trajectory_id IN (SELECT unnest($ids::VARCHAR[])) AND trajectory_id BET
 DuckDB passes over the row groups outside of them, where a list alone has it read every one."""
 
 _FAT = ", ".join(f"'{kind}'" for kind in FAT_KINDS)
-_MARKS = kinds_where(lambda said: not said.fat)
-_TRAINING = frozenset(kinds_where(lambda said: said.of in ("policy", "run")))
+_MARKS = kinds_where(lambda properties: not properties.fat)
+_TRAINING = frozenset(kinds_where(lambda properties: properties.of in ("policy", "run")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ def _mark_branches(contents: Snapshot, units: Sequence[Unit]) -> list[str]:
         held: set[str] = set(_MARKS)
         if all(kinds[unit] is not None for unit in group):
             held = {kind for unit in group for kind in kinds[unit] or ()}
-        absent = " AND ".join(f"kind <> {_text(kind)}" for kind in _MARKS if kind not in held)
+        absent = " AND ".join(f"kind <> {literal(kind)}" for kind in _MARKS if kind not in held)
         queries += [f"{query} WHERE {absent or 'true'}" for query in _whole(contents, group, MARKS)]
     return queries
 
@@ -258,23 +259,19 @@ def _turn_branches(contents: Snapshot, units: Sequence[Unit]) -> list[str]:
         known = [bound for bound in bounds if bound is not None]
         if len(known) == len(group):
             low, high = min(low for low, _ in known), max(high for _, high in known)
-            query += f" WHERE trajectory_id BETWEEN {_text(low)} AND {_text(high)}"
+            query += f" WHERE trajectory_id BETWEEN {literal(low)} AND {literal(high)}"
         queries.append(query)
     return queries
 
 
-def _text(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"
-
-
 def _read(files: Sequence[str]) -> str:
-    listed = ", ".join(map(_text, files))
+    listed = ", ".join(map(literal, files))
     return f"read_parquet([{listed}], hive_partitioning = false)"
 
 
 _WORD = re.compile(rf"(?:{INTERNAL}\.)?[a-z_]\w*", re.IGNORECASE)
-_READ = re.compile(rf"\b(?:from|join)\s+((?:{INTERNAL}\.)?\w+)", re.IGNORECASE)
-"""What a view of ours reads: it is named right behind one of these words."""
+_READ = re.compile(rf"\b(from|join)\s+((?:{INTERNAL}\.)?\w+)", re.IGNORECASE)
+"""What a query of ours reads: it is named right behind one of these words, and nothing else there is."""
 _CATALOG = re.compile(r"\b(?:show|pragma|duckdb_\w+|information_schema|sqlite_\w+|pg_\w+)\b", re.IGNORECASE)
 """What lists views."""
 
@@ -283,7 +280,7 @@ class LazyViews:
     """Views of one database, which its connections share, in several threads.
 
     Args:
-        queries: (name, query) of each, after those it reads.
+        queries: (name, query) of each.
     """
 
     def __init__(self, queries: Sequence[tuple[str, str]]) -> None:
@@ -311,20 +308,17 @@ class LazyViews:
         self._make(connection, self._queries)
         return missing
 
-    def _make(self, connection: duckdb.DuckDBPyConnection, names: Iterable[str]) -> None:
+    def _make(self, connection: duckdb.DuckDBPyConnection, names: Collection[str]) -> None:
         with self._lock:
-            wanted = self._with_read(names)
-            for name in [name for name in self._queries if name in wanted and name in self._missing]:
-                connection.execute(f"CREATE VIEW {name} AS {self._queries[name]}")
+            for name in [name for name in self._queries if name in names and name in self._missing]:
+                connection.execute(f"CREATE VIEW {name} AS {self.in_place(self._queries[name])}")
                 self._missing.discard(name)
 
-    def _with_read(self, names: Iterable[str]) -> set[str]:
-        """The views, and all views that they read."""
-        reached: set[str] = set()
-        waiting = list(names)
-        while waiting:
-            name = waiting.pop()
-            if name in self._queries and name not in reached:
-                reached.add(name)
-                waiting += _READ.findall(self._queries[name])
-        return reached
+    def in_place(self, query: str) -> str:
+        """A query of ours, with the query of each view that it reads in that view's place: to create those
+        would plan each of them, and once more for every view above it."""
+        return _READ.sub(self._query_of, query)
+
+    def _query_of(self, read: re.Match[str]) -> str:
+        word, name = read.groups()
+        return f"{word} ({self.in_place(self._queries[name])})" if name in self._queries else read[0]

@@ -13,24 +13,31 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Self, TypeVar
 
 import duckdb
 
 from rollbook.store.errors import QueryError
+from rollbook.store.spill import QUIET
+from rollbook.store.sql.columns import literal
+from rollbook.store.sql.narrowing import MOST_TURNS, narrowed
 from rollbook.store.sql.relations import LazyViews
 
 WORDS = ("copy", "export", "attach")
 """Words of SQL that make DuckDB write a file, or open one for writing."""
 _WORD = re.compile(rf"(?<![a-z_])(?:{'|'.join(WORDS)})(?![a-z0-9_])".encode(), re.IGNORECASE)
-_CONFIG = {
+CLOSED = {
     "python_enable_replacements": False,
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
     "allow_community_extensions": False,
     "allow_persistent_secrets": False,
 }
-_MAY_CHANGE = ("threads", "timezone", "calendar", "default_order", "default_null_order", "explain_output")
+_MAY_CHANGE = (
+    *("threads", "timezone", "calendar", "default_order", "default_null_order", "explain_output"),
+    "enable_progress_bar",
+)
 """Switches that change no more than how a query runs, or how its rows come out."""
 _RESULT = (
     *("fetch", "description", "rowcount", "df", "pl", "arrow", "to_arrow", "register", "unregister"),
@@ -41,14 +48,9 @@ _T = TypeVar("_T")
 _REMEDY = "add --allow-files to the command, or allow_files=True to connect()"
 
 
-def closed_config() -> dict[str, Any]:
-    """How a sandboxed connection is opened; `close_doors` then locks it."""
-    return dict(_CONFIG)
-
-
 def close_doors(connection: duckdb.DuckDBPyConnection, folders: Iterable[str]) -> None:
     """Restrict the connection for good to files in these folders (they end with a slash)."""
-    listed = ", ".join("'" + folder.replace("'", "''") + "'" for folder in sorted(set(folders)))
+    listed = ", ".join(map(literal, sorted(set(folders))))
     changeable = ", ".join(f"'{name}'" for name in _MAY_CHANGE)
     connection.execute(
         f"SET allowed_directories = [{listed}]; SET allowed_configs = [{changeable}]; "
@@ -75,7 +77,7 @@ def refuse_writing(query: str) -> None:
             )
 
 
-class Connection:
+class Connection(AbstractContextManager["Connection"]):
     """A DuckDB connection over the log: everything that DuckDB's has, but queries that write files
     are refused.
 
@@ -98,11 +100,15 @@ class Connection:
         self._views.make_all(self._connection)
         return self._connection
 
-    def _run(self, run: Callable[..., _T], query: Any, *arguments: Any, **options: Any) -> _T:
+    def _run(
+        self, run: Callable[..., _T], query: Any, *arguments: Any, theirs: str | None = None, **options: Any
+    ) -> _T:
+        """Run a query, of which only `theirs` (default: all) is another's, and names views."""
         text = query if isinstance(query, str) else str(query.query)
+        named = text if theirs is None else theirs
         if not self._allow_files:
-            refuse_writing(text)
-        self._views.make_for(self._connection, text)
+            refuse_writing(named)
+        self._views.make_for(self._connection, named)
         try:
             return run(query, *arguments, **options)
         except duckdb.CatalogException:
@@ -120,8 +126,25 @@ class Connection:
             QueryError: one would write a file.
             duckdb.Error: as DuckDB's own.
         """
-        self._run(self._connection.execute, query, parameters)
+        self._run_narrowed(self._connection.execute, query, parameters)
         return self
+
+    def _run_narrowed(self, run: Callable[..., _T], query: Any, *arguments: Any, **options: Any) -> _T:
+        """Run a query of others, with as much of `turns` as it names."""
+        if (
+            isinstance(query, str)
+            and (narrow := narrowed(self._connection, query, self._views.in_place)) is not None
+        ):
+            around = narrow.around()
+            try:
+                text = narrow.whole()
+                if narrow.which is not None:
+                    turns = self._run_narrowed(self._connection.execute, narrow.which).fetchall()
+                    text = narrow.of(turns) if len(turns) <= MOST_TURNS else text
+                return self._run(run, text, *arguments, theirs=around, **options)
+            except (duckdb.BinderException, duckdb.ParserException, duckdb.CatalogException):
+                pass  # what is wrong is told of the query as it stands
+        return self._run(run, query, *arguments, **options)
 
     def executemany(self, query: Any, parameters: Any = None) -> Self:
         """Run a statement for each of several rows of parameters.
@@ -138,22 +161,45 @@ class Connection:
         Raises:
             QueryError, duckdb.Error: as `execute`.
         """
-        return self._run(self._connection.sql, query, **options)
+        return self._run_narrowed(self._connection.sql, query, **options)
 
     query = from_query = sql
 
+    def read(self, query: str, parameters: Any = None) -> Self:
+        """`execute` for a query that Rollbook has written: no view is created for it.
+
+        Raises:
+            duckdb.Error: as DuckDB's own.
+        """
+        self._run(self._connection.execute, self._views.in_place(query), parameters, theirs="")
+        return self
+
+    def relation(self, query: str, parameters: Any = None, **conditions: str) -> Any:
+        """`sql` for a query that Rollbook has written: no view is created for it.
+
+        Args:
+            conditions: that others have written, by what stands for them in braces.
+
+        Raises:
+            QueryError, duckdb.Error: as `execute`.
+        """
+        whole = self._views.in_place(query)
+        for name, condition in conditions.items():
+            whole = whole.replace(f"{{{name}}}", condition)
+        theirs = " ".join(conditions.values())
+        return self._run(self._connection.sql, whole, params=parameters, theirs=theirs)
+
     def cursor(self) -> Connection:
         """Another connection to the same views, for another thread."""
-        return Connection(self._connection.cursor(), self._views, allow_files=self._allow_files)
+        cursor = self._connection.cursor()
+        cursor.execute(QUIET)
+        return Connection(cursor, self._views, allow_files=self._allow_files)
 
     duplicate = cursor
 
     def close(self) -> None:
         """Close it, so that the sealed files may be removed again."""
         self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -53,7 +53,7 @@ class Vocabulary:
     def say(self, ids: npt.NDArray[np.int64]) -> pa.StringArray:
         """The texts of these ids; null for one that the tokenizer does not have."""
         places = np.searchsorted(self.ids, ids)
-        there = np.append(self.ids, -1)[places] == ids
+        there = (places < len(self.ids)) & (np.append(self.ids, 0)[places] == ids)
         return self.texts.take(pa.array(places, mask=~there))
 
 
@@ -85,10 +85,10 @@ class Vocabularies:
         texts = pa.nulls(len(numbers), pa.string())
         for run in pc.unique(runs).drop_null().to_pylist():
             mine = pc.fill_null(pc.equal(runs, run), False).combine_chunks()
-            texts = pc.if_else(mine, self._of(run).say(numbers), texts)
+            texts = pc.if_else(mine, self._vocabulary(run).say(numbers), texts)
         return pa.chunked_array([texts])
 
-    def _of(self, run: str) -> Vocabulary:
+    def _vocabulary(self, run: str) -> Vocabulary:
         with self._lock:  # DuckDB asks from several threads
             if run not in self._of_runs:
                 if self._seen is None:

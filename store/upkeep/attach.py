@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 from pyarrow import fs
@@ -55,10 +54,6 @@ class AttachReport:
     units: int
     bytes: int
     unfinished: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self)
 
 
 def attach(folder: Path, uri: str, endpoint: str | None = None) -> AttachReport:

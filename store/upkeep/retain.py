@@ -19,8 +19,7 @@ from rollbook.store.sealed.leases import leased, removing
 from rollbook.store.sealed.unit import Unit, current_units, unit_folder, write_manifest
 from rollbook.store.upkeep.claim import UPKEEP_LANE, claim_upkeep, remove_derived, remove_files, remove_wal
 from rollbook.store.upkeep.compact import remove_superseded
-from rollbook.store.upkeep.retention_policy import LanePart, decide, scan
-from rollbook.store.upkeep.retention_spec import parse_keep
+from rollbook.store.upkeep.retention_policy import LanePart, decide, parse_keep, scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def retain(log: Store, keep: str, *, dry_run: bool = False) -> RetainReport:
     """Drop the sealed units that `keep` does not keep and nothing needs.
 
     Args:
-        keep: `7d`, `500GiB` or `versions:20`; see `upkeep.retention_spec`.
+        keep: `7d`, `500GiB` or `versions:20`; see `upkeep.retention_policy`.
 
     Raises:
         UpkeepError: `keep` cannot be read.

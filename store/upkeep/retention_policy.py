@@ -13,10 +13,16 @@ The facts to decide by are scalars of every event, and a few kinds of events in 
 
 `ended_by` says which steps could no longer be replayed, and which trainings no longer resumed,
 without a trajectory's tokens.
+
+Parses how much retention keeps: `7d`, `500GiB` or `versions:20`.
+
+Pure. Stricter than Pydantic's ByteSize, which reads a number without a unit as bytes and ignores the case of
+units: a misread value would remove data.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +33,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollbook.store.cut import parse_cut
-from rollbook.store.errors import CutError
+from rollbook.store.errors import CutError, UpkeepError
 from rollbook.store.events import CursorMoved, StepPlanned
 from rollbook.store.events.event import kinds_where
 from rollbook.store.fold.history import KINDS, History, PolicyKey, fold_histories
@@ -36,8 +42,59 @@ from rollbook.store.log.store import Store
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, current_units, derived_folder
 from rollbook.store.upkeep.find import find_trajectory, live_units, unsealed
-from rollbook.store.upkeep.retention_spec import Keep, KeepAge, KeepBytes, KeepVersions
 from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([A-Za-z]+)")
+_VERSIONS = re.compile(r"versions:(\d{1,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAge:
+    """Units whose newest event is at most this old, in microseconds, stay."""
+
+    text: str
+    age_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepBytes:
+    """The newest units stay, as many as fit into this many bytes with all that is not sealed."""
+
+    text: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepVersions:
+    """Units with a token of the newest `count` published versions of its policy, or the one before, stay."""
+
+    text: str
+    count: int
+
+
+Keep = KeepAge | KeepBytes | KeepVersions
+
+
+def parse_keep(text: str) -> Keep:
+    """Parse a SPEC: a number with a unit of time or of bytes, or `versions:N`.
+
+    Raises:
+        UpkeepError: it says neither.
+    """
+    if (versions := _VERSIONS.fullmatch(text)) is not None:
+        return KeepVersions(text, int(versions[1]))
+    amount = _AMOUNT.fullmatch(text)
+    if amount is not None and amount[2] in _SECONDS:
+        return KeepAge(text, round(float(amount[1]) * _SECONDS[amount[2]] * 1e6))
+    if amount is not None and amount[2] in _BYTES:
+        return KeepBytes(text, round(float(amount[1]) * _BYTES[amount[2]]))
+    raise UpkeepError(
+        f"--keep {text!r}: write an age ({', '.join(_SECONDS)}; e.g. 7d or 12h), a size "
+        f"({', '.join(_BYTES)}; e.g. 500GiB), or versions:N (e.g. versions:20)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +141,7 @@ class Cursor:
     recorded one."""
 
     cut: dict[str, int] = field(default_factory=dict)
-    said: dict[str, int] = field(default_factory=dict)
+    recorded: dict[str, int] = field(default_factory=dict)
     unreadable: str | None = None
 
 
@@ -101,7 +158,7 @@ class Facts:
     def move(self, consumer: str, cut: str, lane: str, seq: int) -> None:
         """Take a `cursor.moved`."""
         cursor = self.cursors[consumer]
-        cursor.said[lane] = max(seq, cursor.said.get(lane, 0))
+        cursor.recorded[lane] = max(seq, cursor.recorded.get(lane, 0))
         try:
             cursor.cut = union(cursor.cut, parse_cut(cut))
         except CutError as error:
@@ -215,7 +272,7 @@ def _not_retired(facts: Facts, run: str, policy: str | None) -> str | None:
 
 
 def _kept_by_consumer(place: LanePart, consumer: str, cursor: Cursor) -> Iterator[str]:
-    done, cursor_seq = cursor.cut.get(place.lane, 0), cursor.said.get(place.lane, -1)
+    done, cursor_seq = cursor.cut.get(place.lane, 0), cursor.recorded.get(place.lane, -1)
     if cursor.unreadable is not None:
         yield f"nobody knows what consumer {consumer!r} has dealt with: {cursor.unreadable}"
     elif done < place.next_seq:

@@ -29,9 +29,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +73,7 @@ class Fault:
         return f"{self.file}: damaged{at} ({self.reason})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaneVerified:
     """What was verified of a lane, up to its first fault.
 
@@ -85,16 +84,12 @@ class LaneVerified:
     """
 
     lane: str
-    events: int
-    units: int
-    wal_files: int
-    bytes: int
-    fault: Fault | None
+    events: int = 0
+    units: int = 0
+    wal_files: int = 0
+    bytes: int = 0
+    fault: Fault | None = None
     left_out: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self) | {"whole": self.fault is None}
 
 
 class _FaultError(Exception):
@@ -132,33 +127,31 @@ def verify_lane(
             of a WAL file whose events it holds; verification then continues. By default that is
             a fault like any other.
     """
-    result = LaneVerified(lane, 0, 0, 0, 0, None)
+    result = LaneVerified(lane)
     try:
         mark = read_watermark(lane_folder(store, lane))
         at = _Place()
         while at.segment <= mark.segment:
-            at, result = _step(store, at, mark, result, on_bytes, on_copy)
+            at = _step(store, at, mark, result, on_bytes, on_copy)
         if at.next_seq < mark.next_seq:
             file = str(lane_folder(store, lane) / "WATERMARK")
             raise _FaultError(
                 Fault(file, f"{mark.next_seq} events were acknowledged, the lane holds {at.next_seq}")
             )
     except _FaultError as error:
-        return replace(result, fault=error.fault)
+        result.fault = error.fault
     except RemoteError:
         raise  # nothing is known to be damaged
     except StoreError as error:
-        return replace(result, fault=Fault(str(lane_folder(store, lane)), str(error)))
+        result.fault = Fault(str(lane_folder(store, lane)), str(error))
     return result
 
 
-def verify_store(
-    log: Store, on_bytes: Callable[[str, int], None] = lambda lane, count: None
-) -> list[LaneVerified]:
+def verify_store(log: Store, on_bytes: Callable[[int], None] = lambda count: None) -> list[LaneVerified]:
     """Verify every lane, and write or remove each lane's damage note."""
     results: list[LaneVerified] = []
     for lane in log.lanes():
-        result = verify_lane(log.path, lane, lambda count, lane=lane: on_bytes(lane, count))  # type: ignore[misc]
+        result = verify_lane(log.path, lane, on_bytes)
         note_fault(log.path, lane, result.fault)
         results.append(result)
     return results
@@ -193,7 +186,7 @@ def _step(
     result: LaneVerified,
     on_bytes: Callable[[int], None],
     on_copy: Callable[[Unit, Fault], None],
-) -> tuple[_Place, LaneVerified]:
+) -> _Place:
     """Verify the unit that holds the next segment, or the segment's WAL file."""
     lane = result.lane
     unit = next((u for u in current_units(store, lane) if u.first <= at.segment <= u.last), None)
@@ -208,41 +201,37 @@ def _step(
             # If the unit was dropped, erased or moved meanwhile, its replacement is verified.
             if unit in current_units(store, lane):
                 raise
-            return at, result
+            return at
     if lease.missing:
-        return at, result
-    present = unit.dropped_us is None
-    return _Place(unit.last + 1, unit.next_seq, unit.chain), replace(
-        result,
-        events=result.events + (unit.next_seq - unit.first_seq - unit.left_out if present else 0),
-        left_out=result.left_out + unit.left_out,
-        units=result.units + 1,
-        wal_files=result.wal_files + wal,
-        bytes=result.bytes + unit.bytes,
-    )
+        return at
+    if unit.dropped_us is None:
+        result.events += unit.next_seq - unit.first_seq - unit.left_out
+    result.left_out += unit.left_out
+    result.units += 1
+    result.wal_files += wal
+    result.bytes += unit.bytes
+    return _Place(unit.last + 1, unit.next_seq, unit.chain)
 
 
 def _open_step(
     store: Path, at: _Place, mark: Watermark, result: LaneVerified, on_bytes: Callable[[int], None]
-) -> tuple[_Place, LaneVerified]:
+) -> _Place:
     path = segment_path(lane_folder(store, result.lane), at.segment)
     stop = mark.offset if at.segment == mark.segment else None
     try:
         info, bad = verify_segment(path, bytes.fromhex(at.chain), at.next_seq, stop)
     except FileNotFoundError:
         if any(u.first <= at.segment <= u.last for u in current_units(store, result.lane)):
-            return at, result  # sealed and removed meanwhile: the unit is verified instead
+            return at  # sealed and removed meanwhile: the unit is verified instead
         raise _FaultError(Fault(str(path), "the segment is missing", at.segment)) from None
     if bad is not None or info is None:
         offset, reason = (bad.offset, bad.reason) if bad else (0, "it holds no frame")
         raise _FaultError(Fault(str(path), reason, at.segment, offset))
     on_bytes(info.bytes)
-    return _Place(at.segment + 1, at.next_seq + info.events, info.chain.hex()), replace(
-        result,
-        events=result.events + info.events,
-        wal_files=result.wal_files + 1,
-        bytes=result.bytes + info.bytes,
-    )
+    result.events += info.events
+    result.wal_files += 1
+    result.bytes += info.bytes
+    return _Place(at.segment + 1, at.next_seq + info.events, info.chain.hex())
 
 
 # A unit ---------------------------------------------------------------------------------------------
@@ -362,14 +351,8 @@ class LaneRepaired:
     repaired: tuple[Fault, ...]
     fault: Fault | None
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return asdict(self) | {"whole": self.fault is None}
 
-
-def repair_store(
-    log: Store, on_bytes: Callable[[str, int], None] = lambda lane, count: None
-) -> list[LaneRepaired]:
+def repair_store(log: Store, on_bytes: Callable[[int], None] = lambda count: None) -> list[LaneRepaired]:
     """Verify every lane, and remove the damaged WAL files whose events are in units that are whole.
 
     Raises:
@@ -381,11 +364,9 @@ def repair_store(
         return [_repair(log, lane, on_bytes) for lane in log.lanes()]
 
 
-def _repair(log: Store, lane: str, on_bytes: Callable[[str, int], None]) -> LaneRepaired:
+def _repair(log: Store, lane: str, on_bytes: Callable[[int], None]) -> LaneRepaired:
     damaged: list[tuple[Unit, Fault]] = []
-    result = verify_lane(
-        log.path, lane, lambda count: on_bytes(lane, count), lambda unit, fault: damaged.append((unit, fault))
-    )
+    result = verify_lane(log.path, lane, on_bytes, lambda unit, fault: damaged.append((unit, fault)))
     if damaged:
         with log.writer(UPKEEP_LANE) as writer:
             writer.append([Event(_record(unit, fault), RUN) for unit, fault in damaged]).result()
@@ -427,10 +408,6 @@ class Incomplete:
             f"turn {self.turn_id} of trajectory {self.trajectory_id} (run {self.run}) has no {self.missing}: "
             "it was answered, and is in no view"
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {name: getattr(self, name) for name in ("run", "trajectory_id", "turn_id", "missing")}
 
 
 def incomplete_turns(log: Store) -> Iterator[Incomplete]:

@@ -99,7 +99,7 @@ def test_a_sound_log_has_no_lost_or_doubled_sample() -> None:
 
 
 @pytest.mark.parametrize(
-    ("events", "witness", "said"),
+    ("events", "witness", "violation"),
     [
         (_log(*GOOD, *_step(1, ["ua"], "w1", "w2")), WITNESS, "sample ua of a went 2 ways"),
         (_log(*_step(0, ["ua"], "w0", "w1")), WITNESS, "sample ub of b went 0 ways"),
@@ -129,9 +129,9 @@ def test_a_sound_log_has_no_lost_or_doubled_sample() -> None:
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_is_wrong_is_found(events: list[Event], witness: Witness, said: str) -> None:
+def test_what_is_wrong_is_found(events: list[Event], witness: Witness, violation: str) -> None:
     """Each check finds what it is there for."""
-    assert said in "\n".join(violations(events, witness))
+    assert violation in "\n".join(violations(events, witness))
 
 
 def test_open_ends_are_found() -> None:

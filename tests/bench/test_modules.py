@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-NAMED = re.compile(r'"(rollbook(?:\.\w+)+)(?::(\w+))?"')
+NAMED = re.compile(r'(?<!\[)"(rollbook(?:\.\w+)+)(?::(\w+))?"')
+"""What stands in brackets is the key of a mapping."""
 
 
 def _named(root: Path) -> set[tuple[str, str]]:

@@ -28,6 +28,7 @@ from rollbook.bench.proxy_outcome import Big, Lap, Measured, Pair, Recorded
 from rollbook.bench.proxy_workers import ONE, PROXIES, SHARED, TWO, WorkersLap
 from rollbook.bench.recorded import check
 from rollbook.bench.rounds import Limit
+from rollbook.bench.scripted.asgi import Message, Receive, Send, drop, read_body, reply, send_part
 from rollbook.bench.scripted.dialogues import (
     ANSWERS,
     CALLS,
@@ -44,17 +45,7 @@ from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store import Event
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import VersionSpan
-from rollbook.testing.asgi import (
-    Message,
-    Receive,
-    Send,
-    drop,
-    free_port,
-    read_body,
-    reply,
-    send_part,
-    serving,
-)
+from rollbook.testing.asgi import free_port, serving
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.cassettes.asked import BY_CHANCE, ComparedRequest, differs, read_request
+from rollbook.cassettes.tape import BY_CHANCE, ComparedRequest, differs, read_request
 from rollbook.ingest.endpoints.api import no_history
 from rollbook.ingest.endpoints.registry import APIS
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollbook.cassettes.asked import ComparedRequest, read_request
 from rollbook.cassettes.cassette import Cassette, Hit, Miss
-from rollbook.cassettes.tape import read_tapes
+from rollbook.cassettes.tape import ComparedRequest, read_request, read_tapes
 from rollbook.ingest.endpoints.api import no_history
 from rollbook.ingest.endpoints.chat import API
 from rollbook.store import Event, Store
@@ -75,7 +74,7 @@ class Told:
 
 
 @pytest.fixture
-def told(store: Store) -> Told:
+def teller(store: Store) -> Told:
     """Nothing so far."""
     return Told(store)
 
@@ -89,13 +88,13 @@ def _says(cassette: Cassette, query: ComparedRequest, named: str | None = None, 
     return outcome, hit.answer, hit.answers, hit.repeated
 
 
-def test_answers_come_in_order_and_the_last_one_again(told: Told) -> None:
+def test_answers_come_in_order_and_the_last_one_again(teller: Told) -> None:
     """Resampled turns one after the other, whatever was asked between them."""
-    told.opens("t")
+    teller.opens("t")
     for says in ("one", "two"):
-        told.turn("hi", says=says)
-        told.turn("other", says="between")
-    cassette = told.cassette()
+        teller.turn("hi", says=says)
+        teller.turn("other", says="between")
+    cassette = teller.cassette()
     assert [_says(cassette, _asked("hi")) for _ in range(3)] == [
         (["one"], 1, 2, False),
         (["two"], 2, 2, False),
@@ -107,33 +106,33 @@ def test_answers_come_in_order_and_the_last_one_again(told: Told) -> None:
     assert _says(cassette, _asked("hi")) == (["one"], 1, 2, False)
 
 
-def test_choices_are_one_answer(told: Told) -> None:
+def test_choices_are_one_answer(teller: Told) -> None:
     """In the order of their places, though they ended in another."""
-    told.opens("t")
-    told.turn("hi", says="second", request="r", choice=1)
-    told.turn("hi", says="first", request="r")
-    assert _says(told.cassette(), _asked("hi")) == (["first", "second"], 1, 1, False)
+    teller.opens("t")
+    teller.turn("hi", says="second", request="r", choice=1)
+    teller.turn("hi", says="first", request="r")
+    assert _says(teller.cassette(), _asked("hi")) == (["first", "second"], 1, 1, False)
 
 
-def test_ids_of_calls_tell_branches_apart(told: Told) -> None:
+def test_ids_of_calls_tell_branches_apart(teller: Told) -> None:
     """The same words behind two calls: each goes on as it did; of a third id either may be meant."""
-    told.opens("t")
-    told.turn("hi", *_called("a"), says="after a")
-    told.turn("hi", *_called("b"), says="after b")
-    cassette = told.cassette()
+    teller.opens("t")
+    teller.turn("hi", *_called("a"), says="after a")
+    teller.turn("hi", *_called("b"), says="after b")
+    cassette = teller.cassette()
     assert _says(cassette, _asked("hi", *_called("b")))[0] == ["after b"]
     assert _says(cassette, _asked("hi", *_called("b"))) == (["after b"], 1, 1, True)
     assert _says(cassette, _asked("hi", *_called("a")))[0] == ["after a"]
     assert [_says(cassette, _asked("hi", *_called("c")))[0] for _ in range(2)] == [["after a"], ["after b"]]
 
 
-def test_a_failure_is_an_answer_and_a_retry_gets_the_next(told: Told) -> None:
+def test_a_failure_is_an_answer_and_a_retry_gets_the_next(teller: Told) -> None:
     """A retry of what was answered gets the same again, as the proxy would give it."""
-    told.opens("t")
-    told.turn("hi", says=kinds_error())
-    told.turn("hi", says="well", retry=1)
-    told.turn("hi", says="more")
-    cassette = told.cassette()
+    teller.opens("t")
+    teller.turn("hi", says=kinds_error())
+    teller.turn("hi", says="well", retry=1)
+    teller.turn("hi", says="more")
+    cassette = teller.cassette()
     assert _says(cassette, _asked("hi")) == (502, 1, 3, False)
     assert _says(cassette, _asked("hi"), retry=True) == (["well"], 2, 3, False)
     assert _says(cassette, _asked("hi"), retry=True) == (["well"], 2, 3, False)
@@ -147,28 +146,28 @@ def kinds_error() -> Exception:
     return EngineError("lost")
 
 
-def test_what_no_client_saw_is_no_answer(told: Told) -> None:
+def test_what_no_client_saw_is_no_answer(teller: Told) -> None:
     """Neither a turn that was started over, nor a reply cut off because its client left, unless it is all."""
-    told.opens("t")
-    first = told.turn("hi", says=kinds_error(), request="r")
-    told.turn("hi", says="half", finish="abort")
-    told.turn("hi", says="whole", request="r", instead_of=first)
-    told.turn("alone", says="hal", finish="abort")
-    told.turn("never")
-    cassette = told.cassette()
+    teller.opens("t")
+    first = teller.turn("hi", says=kinds_error(), request="r")
+    teller.turn("hi", says="half", finish="abort")
+    teller.turn("hi", says="whole", request="r", instead_of=first)
+    teller.turn("alone", says="hal", finish="abort")
+    teller.turn("never")
+    cassette = teller.cassette()
     assert _says(cassette, _asked("hi")) == (["whole"], 1, 1, False)
     assert _says(cassette, _asked("alone"))[0] == ["hal"]
     assert _says(cassette, _asked("never"))[0] == 502
 
 
-def test_a_trajectory_is_chosen_by_its_name_or_by_what_it_has(told: Told) -> None:
+def test_a_trajectory_is_chosen_by_its_name_or_by_what_it_has(teller: Told) -> None:
     """A name that none has stays with the trajectory that it was first answered from."""
     for name in ("a", "b"):
-        told.opens(name)
-        told.turn("hi", says=f"hi from {name}")
-        told.turn("same", says=f"same from {name}")
-    told.turn("b's own", says="b's own")
-    cassette = told.cassette()
+        teller.opens(name)
+        teller.turn("hi", says=f"hi from {name}")
+        teller.turn("same", says=f"same from {name}")
+    teller.turn("b's own", says="b's own")
+    cassette = teller.cassette()
     assert _says(cassette, _asked("hi"), "b")[0] == ["hi from b"]
     assert _says(cassette, _asked("hi"), "id-a")[0] == ["hi from a"]
     assert [_says(cassette, _asked("hi"))[0] for _ in range(2)] == [["hi from a"], ["hi from b"]]
@@ -190,26 +189,26 @@ def test_a_trajectory_is_chosen_by_its_name_or_by_what_it_has(told: Told) -> Non
     ],
 )
 def test_the_nearest_is_the_one_that_shares_most(
-    told: Told, asked: Callable[[], ComparedRequest], number: int, wheres: list[str]
+    teller: Told, asked: Callable[[], ComparedRequest], number: int, wheres: list[str]
 ) -> None:
     """Of a conversation that grows, the turn at which the request is; and only what differs is told."""
-    told.opens("t")
+    teller.opens("t")
     for count in range(1, 5):
-        told.turn(*"abcd"[:count], says="x")
-    missed = told.cassette().answer(asked())
+        teller.turn(*"abcd"[:count], says="x")
+    missed = teller.cassette().answer(asked())
     assert isinstance(missed, Miss)
     assert missed.near is not None
     assert missed.near.request.number == number
     assert [d.where for d in missed.near.differences] == wheres
 
 
-def test_of_roots_the_nearest_is_the_one_whose_text_is_most_alike(told: Told) -> None:
+def test_of_roots_the_nearest_is_the_one_whose_text_is_most_alike(teller: Told) -> None:
     """And its difference is shown in lines, however long the text is."""
-    told.opens("t")
+    teller.opens("t")
     text = "\n".join(f"line {i}" for i in range(100))
-    told.turn("something else", says="x")
-    told.turn(text, says="x")
-    near = told.cassette().answer(_asked(text.replace("line 50", "line fifty")))
+    teller.turn("something else", says="x")
+    teller.turn(text, says="x")
+    near = teller.cassette().answer(_asked(text.replace("line 50", "line fifty")))
     assert isinstance(near, Miss)
     assert near.near is not None
     assert near.near.request.number == 2
@@ -218,11 +217,11 @@ def test_of_roots_the_nearest_is_the_one_whose_text_is_most_alike(told: Told) ->
     )
 
 
-def test_ignored_fields_do_not_count(told: Told) -> None:
+def test_ignored_fields_do_not_count(teller: Told) -> None:
     """Neither for the match nor among the differences."""
-    told.opens("t")
-    told.turn("hi", says="x")
-    cassette = told.cassette(ignored=["model", "tools"])
+    teller.opens("t")
+    teller.turn("hi", says="x")
+    cassette = teller.cassette(ignored=["model", "tools"])
     other = {"model": "another", "tools": [{"type": "web_search"}]}
     assert _says(cassette, _asked("hi", **other))[0] == ["x"]
     missed = cassette.answer(_asked("ho", **other))
@@ -231,10 +230,10 @@ def test_ignored_fields_do_not_count(told: Told) -> None:
     assert [d.where for d in missed.near.differences] == ["messages[0]"]
 
 
-def test_nothing_to_answer_from_is_an_error(told: Told, store: Store) -> None:
+def test_nothing_to_answer_from_is_an_error(teller: Told, store: Store) -> None:
     """Neither an unknown trajectory, nor one without a request."""
-    told.opens("empty")
+    teller.opens("empty")
     with pytest.raises(ReplayError, match="hold no request yet"):
-        told.cassette()
+        teller.cassette()
     with pytest.raises(ReplayError, match="no trajectory 'gone' at that cut"):
         read_tapes(store, store.head(), ["gone"])

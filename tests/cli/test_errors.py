@@ -57,7 +57,7 @@ def _ends(error: BaseException | None) -> int | str | None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "reason"),
     [
         (CorruptionError("x.wal: damaged"), "x.wal: damaged"),
         (
@@ -80,14 +80,14 @@ def _ends(error: BaseException | None) -> int | str | None:
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_what_was_foreseen(
-    error: Exception, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    error: Exception, reason: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """One line with what failed and what to do, exit code 2; nothing is kept."""
-    assert said in str(foreseen(error))
+    assert reason in str(foreseen(error))
     assert _ends(error) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
-    assert said in err
+    assert reason in err
     assert err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 

@@ -87,7 +87,7 @@ def test_a_config_names_a_recipe_file(log: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("min_rewart = 1\n", "min_rewart: unknown key"),
         ("top_fraction = 2.0\n", "top_fraction: "),
@@ -95,7 +95,7 @@ def test_a_config_names_a_recipe_file(log: Store, tmp_path: Path) -> None:
         ("= 1\n", "not TOML"),
     ],
 )
-def test_what_is_wrong_is_named(log: Store, tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_wrong_is_named(log: Store, tmp_path: Path, text: str, reason: str) -> None:
     """The file, the key and what is wrong with it."""
     code, _ = _run("samples", "--recipe", _file(tmp_path, "r.toml", text), "--store", log.path)
     assert code != 0
@@ -104,7 +104,7 @@ def test_what_is_wrong_is_named(log: Store, tmp_path: Path, text: str, said: str
 
     with pytest.raises(ConfigError) as refused:
         print_recipe(log.path, tmp_path / "r.toml", "head", None, as_json=False)
-    assert said in str(refused.value)
+    assert reason in str(refused.value)
 
 
 def test_a_config_is_held_against_its_model(log: Store, tmp_path: Path) -> None:

@@ -153,12 +153,12 @@ def test_open_turns_and_trajectories_take_bounded_memory(
 
 @pytest.fixture
 def tail(
-    told: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    story_store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """Run `rollbook tail ARGS --no-follow` on a store with the story: (exit code, stdout, stderr)."""
 
     def run(*args: str) -> tuple[int, str, str]:
-        words = ["rollbook", "tail", "--store", str(told.path), "--no-follow", *args]
+        words = ["rollbook", "tail", "--store", str(story_store.path), "--no-follow", *args]
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as stop:
             cli.main()
@@ -190,18 +190,18 @@ def test_events_can_be_printed_one_per_line(
     )
 
 
-def test_json_is_as_it_was(tail: Callable[..., tuple[int, str, str]], told: Store) -> None:
+def test_json_is_as_it_was(tail: Callable[..., tuple[int, str, str]], story_store: Store) -> None:
     """One event per line, all kinds, with or without `--events`."""
-    expected = "".join(json_bytes(e).decode() + "\n" for e in told.events())
+    expected = "".join(json_bytes(e).decode() + "\n" for e in story_store.events())
     assert tail("--json")[1] == tail("--json", "--events")[1] == expected
     assert {orjson.loads(line)["kind"] for line in expected.splitlines()} - KINDS
 
 
 def test_names_do_not_drive_the_terminal_in_either_form(
-    tail: Callable[..., tuple[int, str, str]], told: Store
+    tail: Callable[..., tuple[int, str, str]], story_store: Store
 ) -> None:
     """A client chooses its trajectories' names, and a judge its own."""
-    with told.writer("judge") as writer:
+    with story_store.writer("judge") as writer:
         records = [
             kinds.TrajectoryOpened("t9", "\x1b[2J", task="\x07"),
             kinds.RewardAssigned("t9", None, 1.0, "\x9b"),

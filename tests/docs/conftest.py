@@ -179,6 +179,23 @@ def _replay_records() -> list[Any]:
     ]
 
 
+def _service_records() -> list[Any]:
+    model = ("s1:train:0:0", "s1:train:0", 0)
+    return [
+        kinds.SessionOpened("s1", None, {"sdk_version": "0.38.0"}),
+        kinds.OperationAccepted(*model, "create_model", {"base_model": "tiny"}, "d1", {"seed": 1}),
+        kinds.OperationEnded(*model, {"model_id": "s1:train:0"}, None, {"adapter": "d2"}),
+        kinds.SamplerOpened("s1:sample:0", "s1", "tiny", None, None, 0, "d3", None),
+        kinds.SessionEnded("s1", {"reason": {"type": "success"}}),
+        kinds.WeightsChanged("s1:train:0", "tinker://s1:train:0/weights/a", "checkpoints/s1/1", "published"),
+        kinds.WeightsCopied(
+            *("s2:train:0", "tinker://s2:train:0/weights/a", "tinker://s1:train:0/weights/a", "s1:train:0"),
+            *(1, 1, "checkpoints/s1/1", {"adapter": "d2"}, None, None),
+        ),
+        kinds.WeightsFreed("s1:train:0", 1, "checkpoints/s1/1", 4096),
+    ]
+
+
 def _write_tokenizer(folder: Path) -> None:
     """A tokenizer of seven words, where a checkpoint of the run has its own."""
     folder.mkdir(parents=True)
@@ -205,7 +222,7 @@ def one_of_everything(tmp_path_factory: pytest.TempPathFactory) -> Store:
         kinds.TurnFailed("id-broken", "b1", "EngineError('generation failed')"),
     ]
     lanes = {"serve": records, "train": _train_records(), "upkeep": _upkeep_records()}
-    for lane, entries in (lanes | {"replay": _replay_records()}).items():
+    for lane, entries in (lanes | {"replay": _replay_records(), "service": _service_records()}).items():
         with log.writer(lane) as writer:
             writer.append([Event(record, "demo") for record in entries]).result(30)
     _write_tokenizer(log.path / "checkpoints" / "demo" / "actor" / "v00000000")

@@ -19,7 +19,7 @@ from rollbook.store.sql import columns
 from rollbook.train.algorithms.policy_gradient import Grpo
 from rollbook.train.config.recipe import RecipeConfig
 
-NOT_RUN = ("serve", "train", "replay", "tail")
+NOT_RUN = ("serve", "service", "train", "replay", "tail")
 """They need a model, or go on until they are stopped."""
 
 

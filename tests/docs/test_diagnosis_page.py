@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rollbook import store as rb
 from rollbook.cli.app import app
 from rollbook.store import Store
-from rollbook.train.config.evaluation import EvaluationConfig
+from rollbook.train.config.config import EvaluationConfig
 from rollbook.train.config.files import load_config
 from rollbook.train.doctor.signs import SIGNS
 
@@ -61,7 +61,7 @@ def test_the_rules_are_read(page: str, tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(tables)
     config = load_config(tmp_path / "train.toml", [])
     assert config.evaluation == EvaluationConfig(every=20)
-    assert [rule.said() for rule in config.stop] == [
+    assert [rule.dump() for rule in config.stop] == [
         {"metric": "evaluation.loss", "better": "lower", "patience": 3},
         {"metric": "entropy", "below": 0.05, "patience": 10},
     ]

@@ -22,6 +22,7 @@ from rollbook.cli.app import app
 from rollbook.ingest.settings import parse_settings
 from rollbook.online.config import load_whole
 from rollbook.rollouts.config import parse_rollouts
+from rollbook.service.config import ServiceConfig
 from rollbook.store import Store
 from rollbook.store.config import is_whole
 from rollbook.store.settings import StoreSettings
@@ -159,6 +160,8 @@ def test_every_toml_block_loads(block: Block, tmp_path: Path) -> None:
         load_whole(tmp_path / "whole.toml")
     elif set(values) <= set(StoreSettings.model_fields):
         assert StoreSettings.model_validate(values) != StoreSettings()
+    elif "base" in values:
+        assert ServiceConfig.model_validate(values).model_fields_set == set(values)
     elif "tasks" in values:
         assert parse_rollouts(values, str(block)).model_fields_set == set(values)
     elif set(values) <= {"agent", "score"}:

@@ -8,7 +8,18 @@ from pathlib import Path
 from rollbook.viewer.app import PAGES, PREFIX
 from rollbook.viewer.samples import VECTORS
 
-IN_PAGES = {"signs", "ledger", "curves", "colours", "tokens", "lineage", "turns", "open"}
+IN_PAGES = {
+    "signs",
+    "ledger",
+    "curves",
+    "colours",
+    "tokens",
+    "lineage",
+    "turns",
+    "open",
+    "remarks",
+    "launches",
+}
 """Parts of pages, which are asked for by these."""
 WORDS = {"run": "RUN", "policy": "POLICY", "step": "STEP", "trajectory_id": "ID", "turn_id": "TURN"}
 
@@ -23,5 +34,6 @@ def test_the_page_names_the_pages(root: Path) -> None:
         if IN_PAGES & set(parts) or path.endswith(("/steps/{policy}", "}/samples")):
             continue
         there.add(re.sub(r"\{(\w+)\}", lambda match: WORDS[match[1]], path))
+    named = {path.partition("?")[0] for path in named}
     assert named == there
     assert VECTORS in page

@@ -38,7 +38,7 @@ from rollbook.edge.keys import (
 )
 from rollbook.ingest.access import ROUTES
 from rollbook.ingest.secrets import engine_key_of
-from rollbook.ingest.serve.checks import check_settings
+from rollbook.ingest.serve.serve import check_settings
 from rollbook.store.errors import ConfigError, RequestError, RollbookError
 
 HASH = digest_of("one")
@@ -67,7 +67,7 @@ def test_a_file_of_keys_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reason"),
     [
         ("", "holds nothing"),
         ("[[key]", "not TOML"),
@@ -90,9 +90,9 @@ def test_a_file_of_keys_is_read() -> None:
         (GOOD + OTHER.replace(digest_of("two"), HASH), "'a' and 'b' are the same key"),
     ],
 )
-def test_a_text_that_is_no_file_of_keys(text: str, told: str) -> None:
+def test_a_text_that_is_no_file_of_keys(text: str, reason: str) -> None:
     """Each fault is named, with the remedy, and a hash is never shown."""
-    with pytest.raises(ConfigError, match=told) as error:
+    with pytest.raises(ConfigError, match=reason) as error:
         parsed(text, "f")
     assert HASH not in str(error.value)
 
@@ -191,7 +191,7 @@ def test_a_replaced_file_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "reason"),
     [
         ([""], "an --api-key is empty|an --api-key empty"),
         (["  "], "empty"),
@@ -201,9 +201,9 @@ def test_a_replaced_file_is_seen(tmp_path: Path) -> None:
         (["same", "same"], "'api-key-1' and 'api-key-2' are the same key"),
     ],
 )
-def test_api_keys_that_cannot_be_meant(values: list[str], told: str) -> None:
+def test_api_keys_that_cannot_be_meant(values: list[str], reason: str) -> None:
     """An empty key would let in whoever sends none; no message repeats a key."""
-    with pytest.raises(ConfigError, match=told) as error:
+    with pytest.raises(ConfigError, match=reason) as error:
         given_keys(values, {})
     assert not any(f"{value!r}" in str(error.value) for value in values)
 
@@ -295,11 +295,18 @@ def test_the_command_prints_the_key_alone(tmp_path: Path) -> None:
     assert added.exit_code == 0, added.output
     key = added.stdout.strip()
     assert Keys(file=Path(file)).find(key) is not None
+    named = ["keys", "add", file, "--name", "t", "--role", "writer", "--prefix"]
+    assert "letters, digits" in str(CliRunner().invoke(command, [*named, "a b"]).exception)
+    tenants = CliRunner().invoke(command, [*named, "tml-"]).stdout.strip()
+    assert tenants.startswith("tml-rollbook-")
+    found = Keys(file=Path(file)).find(tenants)
+    assert (found.name if found else None) == "t"
     listed = CliRunner().invoke(command, ["keys", "list", file])
     assert "2020-01-01 00:00 UTC, expired" in listed.stdout
     assert key not in listed.stdout
     printed = CliRunner().invoke(command, ["keys", "list", file, "--json"]).stdout
-    assert printed == '[{"name":"w","role":"writer","expires":"2020-01-01T00:00:00Z"}]\n'
+    written = '{"name":"w","role":"writer","expires":"2020-01-01T00:00:00Z"}'
+    assert printed == f'[{written},{{"name":"t","role":"writer","expires":null}}]\n'
 
 
 # Expiry, and a server whose keys are rotated ----------------------------------------------------------

@@ -18,7 +18,7 @@ from rollbook.engines.address import EngineAddress
 from rollbook.engines.sglang.client import SglangEngine
 from rollbook.ingest.secrets import ProxySecrets
 from rollbook.ingest.serve.engines import make_engine, upstream_of
-from rollbook.ingest.serve.prepared import recorded_settings
+from rollbook.ingest.serve.serve import recorded_settings
 from rollbook.ingest.settings import ServeSettings
 from rollbook.store.errors import ConfigError, EngineError
 from rollbook.train.config.config import parse_config

@@ -16,7 +16,7 @@ from tests.fakes.proxies.settings import proxy_parts
 from rollbook import store as rb
 from rollbook.engines.hub import cache_folder, model_folder, name_at_hub
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.serve.prepared import prepared
+from rollbook.ingest.serve.serve import prepared
 from rollbook.ingest.tokens.chat_template import load_chat_tokenizer
 from rollbook.store.errors import ModelError
 from rollbook.store.events import RunOpened
@@ -56,11 +56,11 @@ def cached(home: Path, tiny_model: Path) -> Callable[..., Path]:
     return make
 
 
-@pytest.mark.parametrize("said", ["tiny-org/tiny", "tiny-org/tiny@main", f"tiny-org/tiny@{COMMIT}"])
-def test_a_model_in_the_cache(cached: Callable[..., Path], said: str) -> None:
+@pytest.mark.parametrize("name", ["tiny-org/tiny", "tiny-org/tiny@main", f"tiny-org/tiny@{COMMIT}"])
+def test_a_model_in_the_cache(cached: Callable[..., Path], name: str) -> None:
     """The snapshot of its commit, whose files can be read though they are links; no network is asked."""
     folder = cached()
-    assert model_folder(Path(said)) == folder
+    assert model_folder(Path(name)) == folder
     assert load_chat_tokenizer(folder).stop_ids
     assert name_at_hub(folder) == f"tiny-org/tiny@{COMMIT}"
     assert name_at_hub(folder.parent) is None

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from rollbook.ingest.fields import FinishTrajectory, validated
 from rollbook.store.errors import RequestError
 
-MODULES = ("ingest.fields", "rollouts.agents.service", "engines.embedded.control")
+MODULES = ("ingest.fields", "rollouts.agents.service", "engines.embedded.engine")
 """Where the bodies of routes, and of answers, are modelled."""
 NO_NUMBERS = ("1", "1.0", True, False, "true")
 
@@ -56,7 +56,7 @@ def test_a_field_of_numbers_takes_nothing_else(field: FieldInfo) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "reason"),
     [
         ({"reward": "1.0"}, "reward: must be a number"),
         ({"reward": True}, "reward: must be a number"),
@@ -64,11 +64,11 @@ def test_a_field_of_numbers_takes_nothing_else(field: FieldInfo) -> None:
         ({"turn_rewards": {"r-1": True}}, "turn_rewards.r-1: must be a number"),
     ],
 )
-def test_a_reward_that_is_none_is_a_400(body: dict[str, Any], said: str) -> None:
+def test_a_reward_that_is_none_is_a_400(body: dict[str, Any], reason: str) -> None:
     """Which names the field, and no type's inner name."""
     with pytest.raises(RequestError) as caught:
         validated(FinishTrajectory, body)
-    assert (caught.value.status, str(caught.value)) == (400, said)
+    assert (caught.value.status, str(caught.value)) == (400, reason)
 
 
 def test_numbers_are_taken() -> None:

@@ -42,7 +42,7 @@ def sql(lineages: Store) -> Iterator[Connection]:
 
 
 @pytest.fixture
-def of(lineages: Store, sql: Connection) -> Callable[..., Any]:
+def lineage_of(lineages: Store, sql: Connection) -> Callable[..., Any]:
     """The lineage of a trajectory of the story, or of a sample of it."""
     return lambda name, leaf=None: trajectory_lineage(lineages, sql, lineages.head(), name, leaf)
 
@@ -68,9 +68,9 @@ def _terms(turn: Any) -> list[tuple[Any, ...]]:
 # Trajectories and samples -------------------------------------------------------------------------
 
 
-def test_forward_to_every_version(of: Callable[..., Any]) -> None:
+def test_forward_to_every_version(lineage_of: Callable[..., Any]) -> None:
     """Each sample's step and place, with the tokens that are its own; the version, and all after it."""
-    lineage = of("one")
+    lineage = lineage_of("one")
     assert _uses(lineage.uses) == [
         (0, 1, "committed", "one.1", 0, 4),
         (0, 1, "committed", "one.2", 1, 3),
@@ -87,18 +87,18 @@ def test_forward_to_every_version(of: Callable[..., Any]) -> None:
     assert [e.reward for e in lineage.descendants[0].evaluations] == [0.75]
 
 
-def test_a_late_reward_was_known_to_no_step(of: Callable[..., Any]) -> None:
+def test_a_late_reward_was_known_to_no_step(lineage_of: Callable[..., Any]) -> None:
     """A reward that the cut of the plan does not hold came after the training on it."""
-    rewards = of("one").rewards
+    rewards = lineage_of("one").rewards
     assert [(r.reward, r.source, r.seen_by) for r in rewards] == [
         (0.25, "agent", (("demo", 0),)),
         (1.0, "judge", ()),
     ]
 
 
-def test_back_to_engines_and_verified_syncs(of: Callable[..., Any], lineages: Store) -> None:
+def test_back_to_engines_and_verified_syncs(lineage_of: Callable[..., Any], lineages: Store) -> None:
     """An engine that served what it had read; one that a sync gave the weights; and one where that failed."""
-    lineage = of("one")
+    lineage = lineage_of("one")
     [base] = lineage.sampled_by[0].engines
     assert (base.engine, base.syncs, base.verified is not None) == (A, (), True)
     synced, failed = lineage.made[0].engines
@@ -113,9 +113,9 @@ def test_back_to_engines_and_verified_syncs(of: Callable[..., Any], lineages: St
     assert [(s.status, s.error) for s in failed.syncs] == [("failed", "timed out")]
 
 
-def test_a_dropped_one(of: Callable[..., Any]) -> None:
+def test_a_dropped_one(lineage_of: Callable[..., Any]) -> None:
     """The rule, its numbers, and what became of the attempt; nothing was made of it."""
-    two = of("two")
+    two = lineage_of("two")
     [drop] = two.drops
     assert (drop.rule, drop.step, drop.status, drop.policy) == ("staleness", 0, "committed", "actor")
     assert (drop.leaf_turn_id, drop.detail) == ("two.0", {"staleness": 3})
@@ -123,9 +123,9 @@ def test_a_dropped_one(of: Callable[..., Any]) -> None:
     assert _terms(two.turns[0]) == [(0, 2, "dropped", "staleness")]
 
 
-def test_attempts_and_versions_within_a_turn(of: Callable[..., Any]) -> None:
+def test_attempts_and_versions_within_a_turn(lineage_of: Callable[..., Any]) -> None:
     """Both attempts are there, each with the sample as it had it: the second had four tokens of it."""
-    three = of("three")
+    three = lineage_of("three")
     assert _uses(three.uses) == [
         (1, 1, "failed", "three.1", 0, 3),
         (1, 2, "committed", "three.1", 0, 2),
@@ -137,9 +137,9 @@ def test_attempts_and_versions_within_a_turn(of: Callable[..., Any]) -> None:
     assert (_numbers(three.sampled_by), _numbers(three.made)) == ([0, 1], [2])
 
 
-def test_an_adopted_one(of: Callable[..., Any], lineages: Store) -> None:
+def test_an_adopted_one(lineage_of: Callable[..., Any], lineages: Store) -> None:
     """Its turns are where the lanes hold them, in order; tokens of no known version say so."""
-    four = of("four")
+    four = lineage_of("four")
     assert four.lanes == ("serve", "other")
     assert [turn.requested.lane for turn in four.turns] == ["serve", "other"]
     requested = {
@@ -152,27 +152,27 @@ def test_an_adopted_one(of: Callable[..., Any], lineages: Store) -> None:
     ]
 
 
-def test_an_abandoned_step(of: Callable[..., Any]) -> None:
+def test_an_abandoned_step(lineage_of: Callable[..., Any]) -> None:
     """What it consumed was consumed again; only the second time counts."""
-    five = of("five")
+    five = lineage_of("five")
     assert [use[:3] for use in _uses(five.uses)] == [(2, 1, "abandoned"), (3, 1, "committed")]
     assert (_numbers(five.made), five.descendants) == ([5], ())
     assert [e.engine for e in five.sampled_by[0].engines] == [A, B]
 
 
-def test_one_that_others_were_compared_with(of: Callable[..., Any]) -> None:
+def test_one_that_others_were_compared_with(lineage_of: Callable[..., Any]) -> None:
     """Its reward had a part in a step that did not train on it."""
-    [compared] = of("six").compared
+    [compared] = lineage_of("six").compared
     assert (compared.step, compared.attempt, compared.status, compared.reward) == (1, 2, "committed", 0.5)
 
 
-def test_a_sample(of: Callable[..., Any]) -> None:
+def test_a_sample(lineage_of: Callable[..., Any]) -> None:
     """The turns of its path alone, and its own uses."""
-    sample = of("one", "one.2")
+    sample = lineage_of("one", "one.2")
     assert [turn.turn_id for turn in sample.turns] == ["one.0", "one.2"]
     assert [use.leaf_turn_id for use in sample.uses] == ["one.2"]
     with pytest.raises(ReplayError, match=r"one\.0 is the leaf of no sample; .* one\.1, one\.2"):
-        of("one", "one.0")
+        lineage_of("one", "one.0")
 
 
 # Tokens -------------------------------------------------------------------------------------------

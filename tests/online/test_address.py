@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 from rollbook import store
-from rollbook.online import address
-from rollbook.online import part as parts
+from rollbook.online import address, parts
 from rollbook.online.address import Proof, check_is_ours, placed_at
 from rollbook.online.config import WholeConfig, load_whole
-from rollbook.online.part import Part, Spec
+from rollbook.online.parts import Part, Spec
 from rollbook.rollouts.proxy import Proxy
 from rollbook.store.config import PORT
 from rollbook.store.errors import ConfigError, RolloutError

@@ -54,19 +54,19 @@ def _evaluation() -> list[Record]:
     return records
 
 
-def _said(course: RunProgress, held: int = 0, parts: Any = (TRAINER,), now: float = 200.0) -> list[str]:
-    return [wait.said(now) for wait in awaited(course, parts, LIMITS, held, now)]
+def _lines(course: RunProgress, held: int = 0, parts: Any = (TRAINER,), now: float = 200.0) -> list[str]:
+    return [wait.in_words(now) for wait in awaited(course, parts, LIMITS, held, now)]
 
 
 def test_a_part() -> None:
     """That is not ready, or not at its end: where its output is, and how long that may take."""
     starting = PartState("proxy", "starting again", 170.0, 300.0, 15.0, "logs/proxy.log")
-    assert _said(RunProgress(), parts=(starting,)) == [
+    assert _lines(RunProgress(), parts=(starting,)) == [
         "waiting for proxy, which is starting again; logs/proxy.log says what it does (for 30 s, until "
         "1970-01-01T00:07:50Z at most)"
     ]
     stopping = replace(TRAINER, state="stopping", since=150.0)
-    assert _said(_course(*BEGUN, _planned()), parts=(stopping, ROLLOUTS)) == [
+    assert _lines(_course(*BEGUN, _planned()), parts=(stopping, ROLLOUTS)) == [
         "waiting for trainer, which is stopping; logs/trainer.log says what it does (for 50 s, until "
         "1970-01-01T00:17:30Z at most)"
     ]
@@ -75,20 +75,20 @@ def test_a_part() -> None:
 def test_a_trainer_that_has_not_begun() -> None:
     """It reads its model, as does one that was started again in the middle of a step."""
     reads = "waiting for the trainer to read its model and the log"
-    assert _said(RunProgress())[0].startswith(reads)
+    assert _lines(RunProgress())[0].startswith(reads)
     again = replace(TRAINER, since=150.0)
-    assert [line[: len(reads)] for line in _said(_course(*BEGUN, _planned()), parts=(again,))] == [reads]
+    assert [line[: len(reads)] for line in _lines(_course(*BEGUN, _planned()), parts=(again,))] == [reads]
 
 
 def test_a_proxy_that_begins_again() -> None:
     """It changes nothing of how long groups are waited for."""
-    groups = _said(_course(*BEGUN))
-    assert _said(_course(*BEGUN, RunOpened("serve", {}))) == groups != []
+    groups = _lines(_course(*BEGUN))
+    assert _lines(_course(*BEGUN, RunOpened("serve", {}))) == groups != []
 
 
 def test_agents_that_are_evaluated() -> None:
     """How many of them ended, of how many, and until when they are awaited."""
-    assert _said(_course(*BEGUN, *_evaluation())) == [
+    assert _lines(_course(*BEGUN, *_evaluation())) == [
         "waiting for agents to be evaluated at version 3: 1 of 4 trajectories ended, 1 run (for 99 s, until "
         "1970-01-01T00:31:41Z at most)"
     ]
@@ -98,19 +98,19 @@ def test_groups() -> None:
     """Those that are there, of those that a step takes; while a step is taken that is waited for."""
     opened = [TrajectoryOpened(f"t{at}", f"t{at}", f"g{at}", "t") for at in range(3)]
     there = [*BEGUN, *opened, TrajectoryFinished("t0", "completed")]
-    assert _said(_course(*there)) == [
+    assert _lines(_course(*there)) == [
         "waiting for groups for step 3 of 9: 1 of 8 are there, 2 run (for 100 s, until 1970-01-01T00:11:40Z "
         "at most)"
     ]
-    assert _said(_course(*there, _planned())) == [
+    assert _lines(_course(*there, _planned())) == [
         "waiting for the trainer to take step 3 of 9; logs/trainer.log says what it does (for 95 s, as long "
         "as it takes)"
     ]
     for ended in (StepCommitted(2, 1, "actor", 3, {}, {}), StepFailed(2, 1, "actor", "of no use")):
-        assert _said(_course(*there, _planned(), ended))[0].startswith("waiting for groups for step")
+        assert _lines(_course(*there, _planned(), ended))[0].startswith("waiting for groups for step")
     all_there = [TrajectoryOpened(f"w{at}", f"w{at}", f"h{at}", "t") for at in range(8)]
     finished = [TrajectoryFinished(f"w{at}", "completed") for at in range(8)]
-    assert _said(_course(*BEGUN, *all_there, *finished)) == [
+    assert _lines(_course(*BEGUN, *all_there, *finished)) == [
         "waiting for the trainer to plan step 3 of 9: 8 groups are there (for 100 s, as long as it takes)"
     ]
 
@@ -118,19 +118,19 @@ def test_groups() -> None:
 def test_a_training_at_its_end() -> None:
     """After its last step, and rollouts that are to notice; rollouts alone are what there is to wait for."""
     last = [RunOpened("train", {"steps": 3, "steps_done": 2}), StepCommitted(2, 1, "actor", 3, {}, {})]
-    assert _said(_course(*last))[0].startswith("waiting for the trainer to end, after step 3 of 3")
+    assert _lines(_course(*last))[0].startswith("waiting for the trainer to end, after step 3 of 3")
     ended = replace(TRAINER, state="ended", since=190.0)
-    assert _said(_course(*last), parts=(ended, ROLLOUTS)) == [
+    assert _lines(_course(*last), parts=(ended, ROLLOUTS)) == [
         "waiting for the rollouts to end: 0 run, 0 ended (for 10 s, until 1970-01-01T00:04:10Z at most)"
     ]
-    assert _said(_course(*_evaluation()), parts=(ROLLOUTS,)) == [
+    assert _lines(_course(*_evaluation()), parts=(ROLLOUTS,)) == [
         "waiting for the rollouts to end: 1 run, 2 ended (for 195 s, as long as it takes)"
     ]
 
 
 def test_whom_admission_holds() -> None:
     """How many, and for which version."""
-    lines = _said(_course(*BEGUN, _planned(), StepCommitted(2, 1, "actor", 3, {}, {}), _planned()), held=12)
+    lines = _lines(_course(*BEGUN, _planned(), StepCommitted(2, 1, "actor", 3, {}, {}), _planned()), held=12)
     assert lines[1:] == [
         "waiting for room for 12 new trajectories, which admission holds until the trainer has made version "
         "4 or a later one (for 98 s, as long as it takes)"
@@ -139,7 +139,7 @@ def test_whom_admission_holds() -> None:
         RunOpened("train", {"steps": 9, "steps_done": 7}),
         SyncFinished("actor", 7, "s", "e", 1, 0.1),
     ]
-    assert "has made version 8 or a later one" in _said(_course(*begun_again), held=12)[-1]
+    assert "has made version 8 or a later one" in _lines(_course(*begun_again), held=12)[-1]
 
 
 @pytest.mark.parametrize("records", [BEGUN, [*BEGUN, *_evaluation()]])

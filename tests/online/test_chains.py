@@ -30,7 +30,7 @@ from rollbook.cli.app import app
 from rollbook.demo.model import make_model
 from rollbook.demo.processes import rollbook_command
 from rollbook.ingest.recording.recorder import Recorder
-from rollbook.ingest.serve.prepared import prepared
+from rollbook.ingest.serve.serve import prepared
 from rollbook.replay.stretch.stretch import history_of, prove_stretch
 from rollbook.store import Store
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepPlanned, TurnCompleted
@@ -118,7 +118,7 @@ def _train(path: Path, link: Link, model: Path) -> None:
     run_train(parse_config(values, "test"), path, "cut", "head", "train", None, 1)
 
 
-def _of(log: Store, run: str, kind: type) -> list[Any]:
+def _run_records(log: Store, run: str, kind: type) -> list[Any]:
     return [event.record for event in log.events_of({kind.KIND}) if event.run == run]  # type: ignore[attr-defined]
 
 
@@ -126,11 +126,11 @@ def versions_of_turns(log: Store, run: str) -> list[int]:
     """The versions that sampled a run's turns, the first one first; each turn is of the version that it
     names, by that version's own weights."""
     turns: dict[int, list[TurnCompleted]] = {}
-    for turn in _of(log, run, TurnCompleted):
+    for turn in _run_records(log, run, TurnCompleted):
         [span] = turn.version_spans
         assert (span.policy, span.start, span.end) == ("actor", 0, len(turn.completion_ids))
         turns.setdefault(span.version, []).append(turn)
-    folders = {c.policy_version: log.path / c.path for c in _of(log, run, CheckpointWritten)}
+    folders = {c.policy_version: log.path / c.path for c in _run_records(log, run, CheckpointWritten)}
     for version, sampled in turns.items():
         model = AutoModelForCausalLM.from_pretrained(folders[version], dtype=torch.float32).eval()
         for turn in sampled:
@@ -144,8 +144,8 @@ def versions_of_turns(log: Store, run: str) -> list[int]:
 
 def check_steps(log: Store, run: str, wanted: list[int]) -> None:
     """A run's steps began with these versions, were trained on fresh samples, and replay bit for bit."""
-    assert [plan.policy_version for plan in _of(log, run, StepPlanned)] == wanted
-    staleness = [step.metrics.get("staleness_mean") for step in _of(log, run, StepCommitted)]
+    assert [plan.policy_version for plan in _run_records(log, run, StepPlanned)] == wanted
+    staleness = [step.metrics.get("staleness_mean") for step in _run_records(log, run, StepCommitted)]
     assert set(staleness) <= {0.0, None}
     history = history_of(log, run, "actor")
     proof = prove_stretch(log, history, min(history.steps), max(history.steps))
@@ -192,22 +192,24 @@ def _call(*words: object) -> str:
 
 def _weights(log: Store, run: str, version: int) -> str:
     """The digest of a version's weights."""
-    [digest] = {c.weights_digest for c in _of(log, run, CheckpointWritten) if c.policy_version == version}
+    [digest] = {
+        c.weights_digest for c in _run_records(log, run, CheckpointWritten) if c.policy_version == version
+    }
     return digest
 
 
 def _check_begun(log: Store, run: str, weights: str) -> None:
     """A run began with these weights, as its version 0."""
     assert _weights(log, run, 0) == weights
-    assert [plan.policy_version for plan in _of(log, run, StepPlanned)] == list(range(STEPS))
+    assert [plan.policy_version for plan in _run_records(log, run, StepPlanned)] == list(range(STEPS))
 
 
 def _check_rollouts(log: Store, run: str) -> None:
     """Rollouts are of the run's own versions, the first ones of version 0, and trained while fresh enough."""
     versions = versions_of_turns(log, run)
     assert (versions[0], set(versions) <= set(range(STEPS + 1))) == (0, True)
-    sampled = {turn.turn_id: turn.version_spans[0].version for turn in _of(log, run, TurnCompleted)}
-    for plan in _of(log, run, StepPlanned):
+    sampled = {turn.turn_id: turn.version_spans[0].version for turn in _run_records(log, run, TurnCompleted)}
+    for plan in _run_records(log, run, StepPlanned):
         assert {plan.policy_version - sampled[ref["turn_id"]] for ref in plan.samples} <= {0, 1, 2}
 
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from tests.fakes.processes.ray_nodes import ray_nodes
 
-from rollbook.online import part as parts
+from rollbook.online import parts
 from rollbook.online import placed as placing
 from rollbook.online.config import PlacedConfig, WholeConfig, at_addresses, load_whole
 from rollbook.online.parts import Supervisor, specs_of

@@ -15,12 +15,11 @@ from rollbook.cli.online import run as running
 from rollbook.cli.online.run import Lines, Screen
 from rollbook.cli.train.training import line_of
 from rollbook.online.config import load_whole
-from rollbook.online.part import Spec
-from rollbook.online.parts import Supervisor
+from rollbook.online.parts import Spec, Supervisor
 from rollbook.store.events import Event
 
 
-class Told(Console):
+class KeptConsole(Console):
     """A console whose lines are kept."""
 
     def __init__(self) -> None:
@@ -33,23 +32,25 @@ class Told(Console):
 
 
 @pytest.fixture
-def told() -> Told:
-    """One."""
-    return Told()
+def console() -> KeptConsole:
+    """One whose lines are kept."""
+    return KeptConsole()
 
 
 @pytest.fixture
-def screen(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Screen:
+def screen(console: KeptConsole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Screen:
     """Of a run whose proxy has been starting for 11 s."""
     monkeypatch.setattr(running, "LOOK_S", 0.01)
     (tmp_path / "online.toml").write_text('run = "sums"\nstore = "runs"\nmodel = "m"\n[serve]\nport = 9\n')
     supervisor = Supervisor([[Spec("proxy", ("true",), tmp_path / "proxy.log")]], lambda text: None)
     [proxy] = supervisor.parts
     proxy.state, proxy.since = "starting", time.time() - 11
-    return Screen(load_whole(tmp_path / "online.toml"), supervisor, Lines(told), line_of)
+    return Screen(load_whole(tmp_path / "online.toml"), supervisor, Lines(console), line_of)
 
 
-def test_it_speaks_while_the_log_is_read(screen: Screen, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_speaks_while_the_log_is_read(
+    screen: Screen, console: KeptConsole, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However long that takes."""
     read = threading.Event()
 
@@ -60,21 +61,23 @@ def test_it_speaks_while_the_log_is_read(screen: Screen, told: Told, monkeypatch
     monkeypatch.setattr(screen, "_events", events)
 
     def said() -> bool:
-        return any("waiting for proxy, which is starting" in line for line in told.lines) and not read.set()
+        return (
+            any("waiting for proxy, which is starting" in line for line in console.lines) and not read.set()
+        )
 
     asyncio.run(_until(said, screen))
-    assert len(told.lines) == 2, told.lines
+    assert len(console.lines) == 2, console.lines
 
 
-def test_a_fault_of_it_is_said(screen: Screen, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_it_is_said(screen: Screen, console: KeptConsole, monkeypatch: pytest.MonkeyPatch) -> None:
     """A console that shows nothing more says so: silence would look well."""
 
     def fault() -> None:
         raise ZeroDivisionError("of the screen")
 
     monkeypatch.setattr(screen, "_events", fault)
-    asyncio.run(_until(lambda: any("ZeroDivisionError" in line for line in told.lines), screen))
-    assert told.lines[-1].startswith("from here on nothing is shown of this run, which goes on: ")
+    asyncio.run(_until(lambda: any("ZeroDivisionError" in line for line in console.lines), screen))
+    assert console.lines[-1].startswith("from here on nothing is shown of this run, which goes on: ")
 
 
 async def _until(holds: Callable[[], bool], screen: Screen) -> None:

@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 from tests.fakes.processes.warm import LIGHT, WarmProcess
 
-from rollbook.online import guard
-from rollbook.online import part as parts
+from rollbook.online import guard, parts
 from rollbook.online import parts as supervisors
-from rollbook.online.part import Part, PartError, Spec
-from rollbook.online.parts import Supervisor
+from rollbook.online.parts import Part, PartError, Spec, Supervisor
 from rollbook.testing.asgi import free_port
 
 SERVER = """
@@ -277,7 +275,7 @@ def test_its_parts_end_with_it(server: Callable[..., Spec]) -> None:
     code = f"""
 import asyncio
 from pathlib import Path
-from rollbook.online.part import Spec
+from rollbook.online.parts import Spec
 from rollbook.online.parts import Supervisor
 
 spec = Spec("first", {spec.command!r}, Path({str(spec.log)!r}), health={spec.health!r})

@@ -154,7 +154,7 @@ def test_what_is_overruled_reaches_every_part(file: Callable[..., Path]) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ('tasks = "x"\n', "a run has at least one of the tables"),
         (WHOLE.replace('run = "sums"', 'runn = "sums"'), "runn: unknown key: did you mean run?"),
@@ -177,9 +177,9 @@ def test_what_is_overruled_reaches_every_part(file: Callable[..., Path]) -> None
         (f"engines = 3\n{WHOLE}", "engines is to be a table"),
     ],
 )
-def test_what_cannot_be_run(file: Callable[..., Path], text: str, said: str) -> None:
+def test_what_cannot_be_run(file: Callable[..., Path], text: str, reason: str) -> None:
     """Each error names the file and the key, and nothing was started."""
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=reason) as caught:
         load_whole(file(text))
     assert str(caught.value).startswith("online.toml")
 

@@ -39,7 +39,7 @@ def test_a_file_and_what_overrules_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "reason"),
     [
         ({"tasks": "t"}, "agent: is missing"),
         (LEAST | {"sample": 3}, "sample: unknown key"),
@@ -66,12 +66,12 @@ def test_a_file_and_what_overrules_it(tmp_path: Path) -> None:
         (LEAST | {"score": [{"name": "a", "url": "http://h", "command": ["a"]}]}, "needs one of function"),
     ],
 )
-def test_what_is_wrong_is_named(values: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_is_named(values: dict[str, Any], reason: str) -> None:
     """With its key."""
     with pytest.raises(ConfigError) as error:
         parse_rollouts(values, "x.toml")
     assert str(error.value).startswith("x.toml:\n")
-    assert said in str(error.value)
+    assert reason in str(error.value)
 
 
 @pytest.mark.parametrize("override", ["samples", "samples=", "agent.command.x=1"])
@@ -126,7 +126,7 @@ def test_tasks_of_a_function(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("", "holds no task"),
         ('{"id": "a"}\n{"id": "a"}\n', "two tasks are called 'a'"),
@@ -134,10 +134,10 @@ def test_tasks_of_a_function(tmp_path: Path) -> None:
         ('{"id": "a"}\n{oh\n', "line 2 is not JSON"),
     ],
 )
-def test_tasks_that_are_none(tmp_path: Path, text: str, said: str) -> None:
+def test_tasks_that_are_none(tmp_path: Path, text: str, reason: str) -> None:
     """What is wrong, and where."""
     (tmp_path / "t.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reason):
         read_tasks(str(tmp_path / "t.jsonl"))
 
 

@@ -13,8 +13,8 @@ from tests.fakes.proxies.served import Served
 
 from rollbook import store as rb
 from rollbook.rollouts.config import RolloutConfig, parse_rollouts
-from rollbook.rollouts.follow import Following, Training
 from rollbook.rollouts.launchers.agents import agents_of
+from rollbook.rollouts.manager import Following, Training
 from rollbook.rollouts.places import Progress
 from rollbook.rollouts.proxy import Proxy
 from rollbook.rollouts.rollouts import Rollouts

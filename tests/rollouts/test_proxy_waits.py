@@ -32,7 +32,7 @@ class Answers:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was said; a wait is said after a moment."""
     monkeypatch.setattr("rollbook.store.patience.SAY_AFTER_S", 0.05)
     monkeypatch.setattr("rollbook.rollouts.proxy.PAUSE_S", 0.02)
@@ -59,36 +59,36 @@ def _open(answers: Answers, messages: list[str], count: int = 3) -> list[Any]:
     return asyncio.run(opened())
 
 
-def test_a_proxy_that_comes_back(said: list[str]) -> None:
+def test_a_proxy_that_comes_back(lines: list[str]) -> None:
     """All that wait for it are said in one line, and that it is there again."""
     away = [aiohttp.ClientConnectionError("refused")] * 24
-    trajectories = _open(Answers(*away, OPENED), said)
+    trajectories = _open(Answers(*away, OPENED), lines)
     assert [trajectory.trajectory_id for trajectory in trajectories] == ["t-1"] * 3
-    first, *_, last = said
+    first, *_, last = lines
     assert first.startswith("waiting for the proxy at http://here (3 requests): it does not answer (Client")
     assert " at most)" in first
     assert last == "the proxy at http://here answers again"
 
 
-def test_a_proxy_that_stays_away(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_that_stays_away(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Is given up after a while, and nothing says that it is back."""
     monkeypatch.setattr("rollbook.rollouts.proxy.AWAY_S", 0.3)
     proxy_away = aiohttp.ClientConnectionError("refused")
 
     async def asked() -> None:
         proxy = Proxy("http://here")
-        proxy.http, proxy.say = Answers(proxy_away), said.append  # type: ignore[assignment]
+        proxy.http, proxy.say = Answers(proxy_away), lines.append  # type: ignore[assignment]
         await proxy._sent("GET", "/v1", away_s=0.3)
 
     with pytest.raises(RolloutError, match="does not answer"):
         asyncio.run(asked())
-    assert len([line for line in said if line.startswith("waiting for the proxy")]) == 1
-    assert not any("again" in line for line in said)
+    assert len([line for line in lines if line.startswith("waiting for the proxy")]) == 1
+    assert not any("again" in line for line in lines)
 
 
-def test_what_admission_holds(said: list[str]) -> None:
+def test_what_admission_holds(lines: list[str]) -> None:
     """How many are held, and what the proxy says of it, as long as it takes."""
-    trajectories = _open(Answers(*[HELD] * 9, OPENED, after_s=0.02), said)
+    trajectories = _open(Answers(*[HELD] * 9, OPENED, after_s=0.02), lines)
     assert len(trajectories) == 3
-    assert said[0].startswith("waiting for room for 3 new trajectories, which the proxy holds: ")
-    assert said[0].endswith("as long as it takes)")
+    assert lines[0].startswith("waiting for room for 3 new trajectories, which the proxy holds: ")
+    assert lines[0].endswith("as long as it takes)")

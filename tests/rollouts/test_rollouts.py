@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 import pytest
-from tests.fakes.processes.rollout_runs import launches, run, tasks, told
+from tests.fakes.processes.rollout_runs import columns_of, launches, run, tasks
 from tests.fakes.processes.warm import LIGHT, WarmProcess
 from tests.fakes.proxies.served import Served
 
@@ -226,7 +226,7 @@ def test_programs_of_every_kind(server: Served, config: Callable[..., RolloutCon
     )
     progress, messages = run(settings, tasks("answer", "exit", "mute", "hang", "daemon", "print"))
     rows = launches(server, settings.name)
-    assert told(rows, "status", "finished", "reward", "exit_code", "leaked") == [
+    assert columns_of(rows, "status", "finished", "reward", "exit_code", "leaked") == [
         ("done", "completed", 8.0, 0, 0),
         ("agent_error", "failed", None, 3, 0),
         ("agent_error", "failed", None, 0, 0),
@@ -252,7 +252,7 @@ def test_what_the_engine_failed_is_tried_again(server: Served, config: Callable[
     progress, messages = run(settings, tasks("flaky", "boom"))
     rows = launches(server, settings.name)
     flaky, boom = ([row for row in rows if row["task"].endswith(kind)] for kind in ("flaky", "boom"))
-    assert told(flaky, "sample", "attempt", "status", "split", "finished") == [
+    assert columns_of(flaky, "sample", "attempt", "status", "split", "finished") == [
         (0, 1, "infra_error", "void", "void"),
         (0, 2, "done", "train", "completed"),
         (1, 1, "infra_error", "void", "void"),
@@ -261,7 +261,7 @@ def test_what_the_engine_failed_is_tried_again(server: Served, config: Callable[
     assert len({row["group"] for row in flaky}) == 1
     assert "its last request failed" in flaky[0]["why"]
     assert (
-        told(boom, "attempt", "status", "split")
+        columns_of(boom, "attempt", "status", "split")
         == [(1, "infra_error", "void"), (2, "infra_error", "void")] * 2
     )
     assert (progress.done, progress.given_up) == (4, 2)
@@ -282,7 +282,7 @@ def test_what_the_proxys_absence_ended_is_tried_again(
     progress, messages = run(settings, tasks("exit"))
     rows = launches(server, settings.name)
     lost = [(number, "infra_error") for number in (1, 2, 3, 4)]
-    assert told(rows, "attempt", "status") == [*lost, (5, "agent_error")]
+    assert columns_of(rows, "attempt", "status") == [*lost, (5, "agent_error")]
     assert (progress.done, progress.again, progress.given_up) == (1, 4, 0)
     assert messages == ["the proxy was away: launches that failed because of it are tried again"]
 
@@ -302,7 +302,7 @@ def test_a_log_that_comes_late_changes_no_verdict(
     monkeypatch.setattr(Proxy, "batches", late)
     settings = config(retries={"attempts": 1})
     run(settings, tasks("answer", "exit", "boom", "mute"))
-    assert told(launches(server, settings.name), "status", "why") == [
+    assert columns_of(launches(server, settings.name), "status", "why") == [
         ("done", None),
         ("agent_error", "it exited with 3"),
         ("infra_error", "its last request failed; it exited with 1"),
@@ -317,7 +317,7 @@ def test_an_agent_that_finishes_itself(server: Served, config: Callable[..., Rol
     assert (progress.done, progress.by_status) == (1, {"done": 1})
     again, _ = run(settings, tasks("finish"))
     assert (again.done, again.by_status) == (1, {})
-    assert told(launches(server, settings.name), "status", "reward", "attempt") == [("done", 0.25, 1)]
+    assert columns_of(launches(server, settings.name), "status", "reward", "attempt") == [("done", 0.25, 1)]
 
 
 def test_a_program_scores(server: Served, config: Callable[..., RolloutConfig], beside: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_class_is_as_a_program(server: Served, config: Callable[..., RolloutCo
     settings = config(agent=own(beside, "Says", times=2), clocks={"total_s": 2.0, "grace_s": 0.1})
     progress, _ = run(settings, tasks("hello", "raise", "parts", "hang", "boom"))
     rows = [row for row in launches(server, settings.name) if row["attempt"] == 1]
-    assert told(rows, "status", "finished", "reward", "turns") == [
+    assert columns_of(rows, "status", "finished", "reward", "turns") == [
         ("done", "completed", 8.0, 2),
         ("agent_error", "failed", None, 2),
         ("done", "completed", 0.75, 2),
@@ -375,7 +375,7 @@ def test_agents_that_an_agent_starts_are_of_its_trajectory(
     settings = config(agent=own(beside, "Team"), samples=2)
     run(settings, tasks("hello"))
     rows = launches(server, settings.name)
-    assert told(rows, "status", "reward", "turns") == [("done", 0.5, 4)] * 2
+    assert columns_of(rows, "status", "reward", "turns") == [("done", 0.5, 4)] * 2
     assert len({row["group"] for row in rows}) == 1
     with rb.connect(server.path) as connection:
         query = """
@@ -403,7 +403,7 @@ def test_tools_are_called_side_by_side(
     settings = config(agent=own(beside, "Tools"))
     run(settings, tasks("call two", "call"))
     rows = launches(server, settings.name)
-    assert told(rows, "status", "turns") == [("done", 2), ("done", 2)]
+    assert columns_of(rows, "status", "turns") == [("done", 2), ("done", 2)]
     with rb.connect(server.path) as connection:
         query = "SELECT new_messages FROM turns WHERE trajectory = $1 ORDER BY seq DESC LIMIT 1"
         messages = [connection.execute(query, [row["trajectory"]]).fetchall()[0][0] for row in rows]
@@ -443,7 +443,7 @@ def test_a_stop_cancels_what_runs(
         lambda rollouts: beside.append(asyncio.get_running_loop().create_task(stop(rollouts))),
     )
     assert (progress.done, progress.by_status) == (0, {"cancelled": 2})
-    assert told(launches(server, settings.name), "status", "split") == [("cancelled", "void")] * 2
+    assert columns_of(launches(server, settings.name), "status", "split") == [("cancelled", "void")] * 2
     again, _ = run(settings, [Task(task.name, {"do": "answer"}) for task in tasks("wait", "wait", "answer")])
     assert (again.done, again.by_status) == (3, {"done": 3})
 
@@ -499,7 +499,7 @@ def killed(server: Served, beside: Path, tmp_path: Path) -> RolloutConfig:
     words = [sys.executable, "-m", "rollbook", "rollout", str(file)]
     process = WarmProcess(words, modules=(*LIGHT, "rollbook.cli.online.rollout"))
     by = time.monotonic() + 30
-    while not list(tmp_path.rglob("waits.txt")) or ("done",) not in told(
+    while not list(tmp_path.rglob("waits.txt")) or ("done",) not in columns_of(
         launches(server, "killed"), "status"
     ):
         assert time.monotonic() < by
@@ -516,7 +516,7 @@ def test_what_a_clock_ends_is_asked_first(
     settings = config(clocks={"total_s": 1.0, "grace_s": 20.0})
     begun = time.monotonic()
     run(settings, tasks("heed"))
-    assert told(launches(server, settings.name), "status", "exit_code") == [("timeout", 0)]
+    assert columns_of(launches(server, settings.name), "status", "exit_code") == [("timeout", 0)]
     assert len(list(tmp_path.rglob("bye.txt"))) == 1
     assert time.monotonic() - begun < 15
 
@@ -528,7 +528,9 @@ def test_what_is_idle_ends_long_before_its_other_clocks(
     settings = config(clocks={"start_s": 40.0, "total_s": 40.0, "idle_s": 0.4, "grace_s": 0.2})
     begun = time.monotonic()
     run(settings, tasks("wait"))
-    assert told(launches(server, settings.name), "status", "why") == [("timeout", "its idle clock ran out")]
+    assert columns_of(launches(server, settings.name), "status", "why") == [
+        ("timeout", "its idle clock ran out")
+    ]
     assert time.monotonic() - begun < 20
 
 
@@ -536,7 +538,7 @@ def test_it_goes_on_after_a_kill(server: Served, killed: RolloutConfig) -> None:
     """What ended is not run again; what ran is gone, told of, and run again; nothing is left running."""
     progress, _ = run(killed, [Task("a", {"do": "finish"}), Task("b", {"do": "answer"})])
     rows = launches(server, "killed")
-    assert told(rows, "task", "attempt", "status", "split") == [
+    assert columns_of(rows, "task", "attempt", "status", "split") == [
         ("a", 1, "done", "train"),
         ("b", 1, "infra_error", "void"),
         ("b", 2, "done", "train"),
@@ -560,7 +562,7 @@ def test_it_goes_on_after_a_death_before_a_launch(
     asyncio.run(only_opens())
     progress, _ = run(settings, [task])
     assert progress.by_status == {"done": 1}
-    assert told(launches(server, settings.name), "attempt", "status") == [(2, "done")]
+    assert columns_of(launches(server, settings.name), "attempt", "status") == [(2, "done")]
     with rb.connect(server.path) as connection:
         query = "SELECT status, split FROM trajectories WHERE trajectory = $1"
         assert connection.execute(query, [name]).fetchall() == [("void", "void")]

@@ -23,8 +23,7 @@ from rollbook.cli.online.rollout import run_scoring
 from rollbook.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
 from rollbook.rollouts.launchers.agents import launcher_of
 from rollbook.rollouts.proxy import Proxy
-from rollbook.rollouts.rescoring import Rescored, score_again
-from rollbook.rollouts.scoring import Scorers, filled
+from rollbook.rollouts.scoring import Rescored, Scorers, filled, score_again
 from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import TrajectoryFinished, TrajectoryOpened

@@ -34,7 +34,7 @@ def folders(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
     fresh = fresh_factors(read_shape(model), LORA, 0).items()
     factors = {n: t if t.any() else torch.randn(t.shape, generator=generator) * 0.05 for n, t in fresh}
     whole, adapter = (
-        dict(merged(own.items(), factors, LORA.scale)),
+        dict(merged(own.items(), factors, read_shape(model), LORA)),
         Adapter(factors, LoraTraining(LORA, 0, 0)),
     )
     record = write_checkpoint(

@@ -19,11 +19,12 @@ from tests.sglang.conftest import ROUTING, Weights
 from tests.sglang.server import SglangServer
 
 from rollbook import store
+from rollbook.bench.scripted.asgi import read_body
 from rollbook.demo.processes import rollbook_command
 from rollbook.store.events import PolicyActivated
 from rollbook.store.events.routed_experts import unpack
 from rollbook.store.fold.trajectory import Trajectory, fold
-from rollbook.testing.asgi import read_body, serving
+from rollbook.testing.asgi import serving
 
 
 class Tap:

@@ -66,6 +66,7 @@ def test_an_abort_in_the_middle(
     assert heard == (ids if stream else [])
     assert [(span.start, span.end) for span in generation.version_spans] == [(0, len(ids))]
     assert "resumed" not in generation.timings
+    assert ("first_token_us" in generation.timings) is stream
     assert greatest_difference(generation, reference.logprobs(server.model, PROMPT, ids, 1.0)) <= TOLERANCE
 
 

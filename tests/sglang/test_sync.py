@@ -20,8 +20,8 @@ from tests.sglang.conftest import PROMPT, TOLERANCE, Client, Reference, Weights,
 from tests.sglang.server import SglangServer
 
 from rollbook.engines.engine import Sampling
+from rollbook.engines.weights.compare import expected_ranks_digest
 from rollbook.engines.weights.digests import read_weights
-from rollbook.engines.weights.expected import expected_ranks_digest
 from rollbook.engines.weights.name import version_in
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated, Record

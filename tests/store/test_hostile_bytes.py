@@ -346,35 +346,35 @@ def test_a_valid_frame_is_found_behind_seeming_ones() -> None:
         "create virtual table z using fts5(a)",
     ],
 )
-def test_a_catalog_that_is_a_program(told: Store, evil: str) -> None:
+def test_a_catalog_that_is_a_program(story_store: Store, evil: str) -> None:
     """Views and triggers in a SQLite file are never run: it is set aside, and made anew."""
-    for path in told.path.glob("catalog.db*"):
+    for path in story_store.path.glob("catalog.db*"):
         path.unlink()
-    with closing(sqlite3.connect(told.path / "catalog.db")) as database:
+    with closing(sqlite3.connect(story_store.path / "catalog.db")) as database:
         database.execute("create table y (a)")
         database.execute(evil)
         database.commit()
     begun = time.monotonic()
     with pytest.raises(CatalogError, match="none of its tables"):
-        Catalog.of(told.path)
-    rebuilt = rebuild_catalog(told)
+        Catalog.of(story_store.path)
+    rebuilt = rebuild_catalog(story_store)
     assert rebuilt.moved is not None
-    with closing(Catalog.of(told.path)) as catalog:
+    with closing(Catalog.of(story_store.path)) as catalog:
         assert catalog.rows()["lanes"]
     assert time.monotonic() - begun < 20
 
 
-def test_settings_that_are_a_bomb(told: Store) -> None:
+def test_settings_that_are_a_bomb(story_store: Store) -> None:
     """Nested tables without end, and a key of a megabyte."""
     for text in ("[" * 5000, "a" * 100_000 + " = 1", "a = " + "[" * 50_000, "x = 1" + "0" * 5000):
-        (told.path / "store.toml").write_text(text)
+        (story_store.path / "store.toml").write_text(text)
         with pytest.raises(ConfigError, match=r"store\.toml"):
-            told.settings()
+            story_store.settings()
 
 
-def test_a_marker_that_is_a_bomb(told: Store) -> None:
+def test_a_marker_that_is_a_bomb(story_store: Store) -> None:
     """Whatever STORE.json holds, it is no store's."""
     for data in (b"[" * 100_000, b"1" * 5000, orjson.dumps({"format": "9" * 4000, "id": 1}), b"\xff"):
-        (told.path / "STORE.json").write_bytes(data)
+        (story_store.path / "STORE.json").write_bytes(data)
         with pytest.raises((NotAStoreError, FormatError)):
-            rb.open(told.path)
+            rb.open(story_store.path)

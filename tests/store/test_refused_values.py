@@ -41,7 +41,7 @@ class _Whole(_Strict):
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "reason"),
     [
         ({"marks": [1.0, True]}, "marks.1: Input should be a valid number (got True)"),
         ({"marks": {"a": "1"}}, "marks.a: Input should be a valid number (got '1')"),
@@ -71,7 +71,7 @@ class _Whole(_Strict):
     ],
     ids=str,
 )
-def test_the_key_is_whole_and_the_users_own(values: Any, said: str) -> None:
+def test_the_key_is_whole_and_the_users_own(values: Any, reason: str) -> None:
     """No inner part of a model is in it, and of a union's branches the one that was meant is told."""
     with pytest.raises(ValidationError) as caught:
         _Whole.model_validate_json(json.dumps(values))
@@ -80,7 +80,7 @@ def test_the_key_is_whole_and_the_users_own(values: Any, said: str) -> None:
             f"{invalid.key}: {describe_invalid(_Whole, invalid)}"
             for invalid in invalid_values(caught.value, values)
         )
-        == said
+        == reason
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -24,12 +25,8 @@ GOOD, BAD = 60, 20
 """First sampled token of replies that are preferred, and of the others."""
 
 
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
-
-
 def _rewards(log: Store, source: str) -> dict[str, float]:
-    return {r.trajectory_id: r.reward for r in _of(log, RewardAssigned) if r.source == source}
+    return {r.trajectory_id: r.reward for r in records_of(log, RewardAssigned) if r.source == source}
 
 
 def _replies(name: str, **keys: Any) -> list[Any]:
@@ -109,7 +106,7 @@ def test_rewards_are_in_the_order_of_the_preferences(cli: Cli, store: Store) -> 
     head = store.head()
     assert _score(cli, store) == {"scored": 0, "already_there": 64, "left_out": {}}
     assert store.head() == head
-    [opened] = [record for record in _of(store, RunOpened) if record.command == "score"]
+    [opened] = [record for record in records_of(store, RunOpened) if record.command == "score"]
     assert (opened.config["source"], opened.config["temperature"]) == ("judge", 1.0)
 
 
@@ -152,7 +149,7 @@ def test_a_policy_is_trained_by_them(cli: Cli, store: Store, algorithm: dict[str
         **({"critic": {"lr": 0.01}} if has_critic else {}),
     )
     fabric.train(store, settings)
-    plans = [plan for plan in _of(store, StepPlanned) if plan.policy == "actor"]
+    plans = [plan for plan in records_of(store, StepPlanned) if plan.policy == "actor"]
     assert [len(plan.samples) for plan in plans] == [16, 16]
     assert all(replay_step(store, step).bit_for_bit for step in (0, 1))
     connection = rb.connect(store.path)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import trainer_records
 
 from rollbook.store import Store
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepFailed, StepPlanned
@@ -30,13 +31,9 @@ def heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def _of(log: Store, *kinds: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if e.lane == "train" and isinstance(e.record, kinds)]
-
-
 def _weights(log: Store) -> list[str]:
     """What each step made, in order."""
-    return [step.digests["weights"] for step in _of(log, StepCommitted)]
+    return [step.digests["weights"] for step in trainer_records(log, StepCommitted)]
 
 
 def _interrupt(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
@@ -79,8 +76,8 @@ def test_the_command_ends_in_order(recorded: Stores, tmp_path: Path, name: str) 
     reached = len(_weights(log))
     assert 0 < reached < 60
     assert f"stopped after {reached} of 60 steps: the same command goes on" in err
-    assert [c.policy_version for c in _of(log, CheckpointWritten)] == [0, reached]
-    assert _of(log, StepFailed) == []
+    assert [c.policy_version for c in trainer_records(log, CheckpointWritten)] == [0, reached]
+    assert trainer_records(log, StepFailed) == []
 
 
 def test_a_signal_in_the_middle_of_a_step(
@@ -89,12 +86,14 @@ def test_a_signal_in_the_middle_of_a_step(
     """That step is committed, none after it is planned, and the rest gives the weights of a whole run."""
     log = recorded()
     _train_until_interrupted(log)
-    assert [plan.step for plan in _of(log, StepPlanned)] == list(range(6))
-    assert _of(log, CheckpointWritten)[-1].policy_version == 6
+    assert [plan.step for plan in trainer_records(log, StepPlanned)] == list(range(6))
+    assert trainer_records(log, CheckpointWritten)[-1].policy_version == 6
     assert "SIGINT: finishing the current step; repeat the signal to end now" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     fabric.train(log, fabric.config(fabric.SFT))
-    assert [(plan.step, plan.attempt) for plan in _of(log, StepPlanned)] == [(n, 1) for n in range(9)]
+    assert [(plan.step, plan.attempt) for plan in trainer_records(log, StepPlanned)] == [
+        (n, 1) for n in range(9)
+    ]
     assert _weights(log) == _weights(trained())[:9]
 
 
@@ -103,7 +102,7 @@ def test_another_learning_rate_after_it(recorded: Stores) -> None:
     log = recorded()
     _train_until_interrupted(log)
     fabric.train(log, fabric.config(fabric.SFT, steps=2, optimizer={"lr": 1e-4}))
-    plans = _of(log, StepPlanned)[6:]
+    plans = trainer_records(log, StepPlanned)[6:]
     assert [(plan.step, plan.policy_version) for plan in plans] == [(6, 6), (7, 7)]
     assert {plan.optimizer["lr"] for plan in plans} == {1e-4}
 
@@ -118,7 +117,7 @@ def test_a_signal_while_samples_are_waited_for(recorded: Stores, monkeypatch: py
         fabric.train(log, settings, source="tail")
     reached = len(_weights(log))
     assert reached == 3, "six groups, of which a step takes two"
-    assert [c.policy_version for c in _of(log, CheckpointWritten)] == [0, reached]
+    assert [c.policy_version for c in trainer_records(log, CheckpointWritten)] == [0, reached]
 
 
 def test_a_second_signal_ends_it_now(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +134,7 @@ def test_a_second_signal_ends_it_now(recorded: Stores, monkeypatch: pytest.Monke
     monkeypatch.setattr(Trainer, "write", twice)
     with pytest.raises(KeyboardInterrupt):
         fabric.train(log, fabric.config(fabric.SFT))
-    assert _of(log, CheckpointWritten)[-1].policy_version == 4
+    assert trainer_records(log, CheckpointWritten)[-1].policy_version == 4
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -1,34 +1,25 @@
 """Pages in a real Chromium: what its script does, and that nothing is refused or fails on the way.
 
-It needs Chromium (Debian's package `chromium`). Where there is none the tests are skipped and say so, unless
-ROLLBOOK_BROWSER=required, which `.ci/run` sets where it could install one.
+It needs Chromium: see `conftest`.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 from tests.fakes.stories import fabric
 from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
-from rollbook.testing.asgi import listen
-from rollbook.viewer.app import build_view_app
+from rollbook.viewer.export import Export
 from rollbook.viewer.snapshots import Snapshots
-
-SHOTS = os.environ.get("ROLLBOOK_SCREENSHOTS")
-"""Folder in which each test leaves a picture of the page that it ended with."""
 
 
 @pytest.fixture(scope="module")
@@ -38,44 +29,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 @pytest.fixture(scope="module")
-def address(log: Store) -> Iterator[str]:
+def address(log: Store, served: Callable[[Store], str]) -> str:
     """Where its viewer is."""
-    snapshots = Snapshots(log)
-    with listen() as listener:
-        config = uvicorn.Config(build_view_app(snapshots), log_level="warning", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}/view"
-        server.should_exit = True
-        thread.join(10)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium."""
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        assert os.environ.get("ROLLBOOK_BROWSER") != "required", "no Chromium: apt-get install chromium"
-        pytest.skip("there is no Chromium: apt-get install chromium")
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield launched
-        launched.close()
-
-
-@pytest.fixture
-def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """A page, which may say nothing on the console: neither errors, nor what its policy refused."""
-    opened = browser.new_page(viewport={"width": 1200, "height": 900})
-    said: list[str] = []
-    opened.on("console", lambda message: said.append(message.text))
-    opened.on("pageerror", lambda error: said.append(str(error)))
-    yield opened
-    if SHOTS:
-        opened.screenshot(path=Path(SHOTS) / f"{request.node.name}.png")
-    opened.close()
-    assert said == []
+    return served(log)
 
 
 def test_a_run_is_drawn(page: Page, address: str) -> None:
@@ -147,3 +103,51 @@ def test_a_narrow_screen_is_enough(page: Page, address: str, path: str) -> None:
     page.goto(address + path)
     page.wait_for_load_state("networkidle" if path != "/live" else "load")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_a_person_judges(page: Page, address: str, log: Store) -> None:
+    """A reward, a label and a preference by the page's own forms, which show what they have written."""
+    with rb.connect(log.path) as connection:
+        query = (
+            "SELECT trajectory_id, trajectory FROM trajectories WHERE reward IS NOT NULL ORDER BY 1 LIMIT 2"
+        )
+        (left, name), (right, _) = connection.execute(query).fetchall()
+    page.goto(f"{address}/trajectories/{left}")
+    rewards = page.get_by_role("form", name="Give a reward")
+    rewards.get_by_label("reward").fill("0.25")
+    rewards.get_by_role("button").click()
+    expect(page.locator("[aria-label=Remarks] td", has_text="human")).to_be_visible()
+    labels = page.get_by_role("form", name="Add a label")
+    labels.get_by_label("label").fill("garbled")
+    labels.get_by_label("value").fill("true")
+    labels.get_by_role("button").click()
+    expect(page.locator("[aria-label=Remarks] th", has_text="garbled")).to_be_visible()
+    page.get_by_role("link", name="Compare it").click()
+    expect(page.locator("h1")).to_contain_text(f"Compare {name} with")
+    page.goto(f"{address}/compare/trajectories?left={left}&right={right}")
+    expect(page.locator("[aria-label='Where they part']")).to_contain_text(re.compile("At turn|the same"))
+    page.get_by_role("button", name="This one is better").first.click()
+    expect(page.locator("output").first).to_have_text("written")
+    with rb.connect(log.path) as connection:
+        given = connection.execute("SELECT reward FROM rewards WHERE source = 'human'").fetchall()
+        query = "SELECT extra->>'$.name', extra->>'$.value' FROM events WHERE kind = 'label.added'"
+        labelled = connection.execute(query).fetchall()
+        preferred = connection.execute(
+            "SELECT trajectory_id, rejected_trajectory_id FROM preferences"
+        ).fetchall()
+    assert (given, labelled, preferred) == ([(0.25,)], [("garbled", "true")], [(left, right)])
+
+
+def test_an_exported_file_asks_nothing(page: Page, log: Store, tmp_path: Path) -> None:
+    """It is shown as the page is, from a file, and no request leaves it."""
+    snapshots = Snapshots(log)
+    with snapshots.reading() as snapshot:
+        (tmp_path / "step.html").write_text(Export(snapshot).step("demo", "actor", 11))
+    snapshots.close()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((tmp_path / "step.html").as_uri())
+    expect(page.locator(".ok", has_text="their digest is the step's")).to_be_visible()
+    page.locator("main > details > summary").last.click()
+    expect(page.locator("main > details").last.locator("article.turn").first).to_be_visible()
+    assert asked == [(tmp_path / "step.html").as_uri()]

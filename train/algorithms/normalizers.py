@@ -42,11 +42,11 @@ class Normalizer:
 
 NORMALIZERS: Mapping[str, Normalizer] = {
     # DAPO, Yu et al. 2025 (arXiv:2503.14476), equation 8.
-    "token_mean": Normalizer(summed, lambda of, length: of.tokens),
+    "token_mean": Normalizer(summed, lambda totals, length: totals.tokens),
     # GRPO as published, Shao et al. 2024 (arXiv:2402.03300), equation 3.
-    "sequence_mean": Normalizer(summed_means, lambda of, length: of.samples),
+    "sequence_mean": Normalizer(summed_means, lambda totals, length: totals.samples),
     # RLOO and REINFORCE: a sample's loss is the sum over its tokens.
-    "sequence_sum": Normalizer(summed, lambda of, length: of.samples),
+    "sequence_sum": Normalizer(summed, lambda totals, length: totals.samples),
     # Dr. GRPO, Liu et al. 2025 (arXiv:2503.20783): divided by a length that is the same for every sample.
-    "constant": Normalizer(summed, lambda of, length: of.samples * length),
+    "constant": Normalizer(summed, lambda totals, length: totals.samples * length),
 }

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rollbook.train.algorithms.algorithm import Need
-from rollbook.train.algorithms.keys import Baseline, Deviation, GroupSize, Old, Whitening
-from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
+from rollbook.train.algorithms.policy_gradient import (
+    Baseline,
+    Deviation,
+    GroupPolicyGradient,
+    GroupSize,
+    Old,
+    Whitening,
+)
 from rollbook.train.algorithms.returns import generalized_advantages, turn_advantages
 from rollbook.train.algorithms.rollouts import Advantages, Floats, Rollouts
 

@@ -1,5 +1,6 @@
 """The registry of algorithms, among them named combinations of the parts of a policy gradient, whose keys may
-still be set."""
+still be set.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +16,22 @@ from rollbook.store.config import invalid_values
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import NEEDS, Algorithm
-from rollbook.train.algorithms.keys import (
+from rollbook.train.algorithms.parts import NAMED, load_part, loaded_part, named_parts
+from rollbook.train.algorithms.policy_gradient import (
     Baseline,
     ClipHigh,
     ClipLow,
     Correction,
     CorrectionHigh,
     Deviation,
+    GroupPolicyGradient,
     GroupSize,
+    Grpo,
     Normalization,
     Old,
     Surrogate,
     Whitening,
 )
-from rollbook.train.algorithms.parts import NAMED, load_part, loaded_part, named_parts
-from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient, Grpo
 from rollbook.train.algorithms.ppo import Ppo
 from rollbook.train.algorithms.preferences import Dpo
 from rollbook.train.algorithms.reward_models import RewardModel

@@ -21,10 +21,9 @@ from rollbook.store.errors import CorruptionError, TrainError
 from rollbook.store.events.erased import ERASED_TOKEN
 from rollbook.store.fold.path_tokens import NO_VERSION
 from rollbook.store.log.turn_tokens import TurnTokens, TurnViews
-from rollbook.train.select.path_columns import Bools, Ints
 from rollbook.train.select.references import References, routed_turns
 from rollbook.train.select.sample_ref import SampleRef
-from rollbook.train.select.samples import OF_ANOTHER, Sample
+from rollbook.train.select.samples import OF_ANOTHER, Bools, Ints, Sample
 
 _T = TypeVar("_T", bound=np.generic)
 

@@ -1,5 +1,6 @@
 """Exports a checkpoint as a directory for others: a model with configuration and tokenizer, or its
-adapter alone, with its files as if only weights had been written."""
+adapter alone, with its files as if only weights had been written.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from pathlib import Path
 import orjson
 import torch
 
-from rollbook.engines.model_files import MANIFEST, is_sharded, weight_files
-from rollbook.engines.weights.digests import line_of, stream_files
+from rollbook.engines.model_files import MANIFEST, PEFT_CONFIG, PEFT_WEIGHTS, is_sharded, weight_files
+from rollbook.engines.weights.digests import Tensors, line_of, stream_files
 from rollbook.store import Store
 from rollbook.store.digest import combine
 from rollbook.store.errors import InterchangeError, ModelError
@@ -22,12 +23,11 @@ from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event, J
 from rollbook.store.fold.checkpoints import held_and_removed, removal_message
 from rollbook.store.interchange.destination import destination
 from rollbook.store.permissions import make_folder
-from rollbook.store.safe_paths import place_inside, reading
+from rollbook.store.safe_paths import fsync_file, place_inside, reading
 from rollbook.train.checkpoints.checkpoint import (
     CRITIC_OPTIMIZER,
     OPTIMIZER,
     WEIGHTS,
-    Adapter,
     read_checkpoint,
     save_stream,
     save_weights,
@@ -43,10 +43,8 @@ from rollbook.train.checkpoints.directory import (
     size_of,
     write_manifest,
 )
-from rollbook.train.checkpoints.tensor_file import kind_of, write_tensors
-
-PEFT_WEIGHTS = "adapter_model.safetensors"
-PEFT_CONFIG = "adapter_config.json"
+from rollbook.train.checkpoints.shards import kind_of, write_tensors
+from rollbook.train.config.lora import LoraConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +136,32 @@ def export_adapter(log: Store, out: Path, version: int | None, run: str | None, 
         )
     base = held.get(adapter.lora.base_version)
     beside = "" if base is None else str(place_inside(log.path, base.path))
-    kinds = {name: kind_of(tensor) for name, tensor in adapter.tensors.items()}
     with destination(out, folder=True) as building:
-        write_tensors(building / PEFT_WEIGHTS, kinds, adapter.tensors.items())
-        config = orjson.dumps(peft_config(adapter, beside), option=orjson.OPT_INDENT_2)
-        (building / PEFT_CONFIG).write_bytes(config)
+        write_adapter(building, adapter.tensors, adapter.lora.config, beside)
         size = size_of(building)
     what = (run, policy, record.policy_version, record.weights_digest)
     return ExportedModel(*what, record.path, str(out), size)
 
 
-def peft_config(adapter: Adapter, base: str) -> Json:
+def write_adapter(folder: Path, factors: Tensors, lora: LoraConfig, base: str) -> None:
+    """Write factors into a folder as PEFT reads them, durably but for the folder itself.
+
+    Args:
+        base: as of `peft_config`.
+    """
+    write_tensors(folder / PEFT_WEIGHTS, {name: kind_of(f) for name, f in factors.items()}, factors.items())
+    config = orjson.dumps(peft_config(lora, factors, base), option=orjson.OPT_INDENT_2)
+    (folder / PEFT_CONFIG).write_bytes(config)
+    fsync_file(folder / PEFT_CONFIG)
+
+
+def peft_config(lora: LoraConfig, names: Iterable[str], base: str) -> Json:
     """The content of PEFT's `adapter_config.json`.
 
     Args:
-        base: model directory that the adapter goes with.
+        names: of the factors; base: model directory that the adapter goes with.
     """
-    lora = adapter.lora.config
-    targets = {name.split(".lora_")[0].rpartition(".")[2] for name in adapter.tensors}
+    targets = {name.split(".lora_")[0].rpartition(".")[2] for name in names}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,16 +1,22 @@
 """The CONFIG of `rollbook train`, with its tables `[checkpoint]` and `[record]`: a typed TOML file,
-in which an unknown or ill-typed key is an error."""
+in which an unknown or ill-typed key is an error.
+
+The tables of a CONFIG that watch a training: evaluation on held-out data, and early stopping.
+
+`[sync]` of a CONFIG: the engines that are given weights, and how.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 
+from rollbook.engines.address import EngineAddress
 from rollbook.store.config import Count, Positive, Table, invalid_values
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
@@ -19,11 +25,150 @@ from rollbook.store.sql.training_views import RECORDED
 from rollbook.store.upkeep.checkpoints import Keep, keep_of
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
-from rollbook.train.config.evaluation import EvaluationConfig, StopRule, check_stop_metrics
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.config.recipe import Name, RecipeConfig
-from rollbook.train.config.sync import SyncConfig
+
+HELD_OUT = "evaluation."
+"""What the name of a metric of evaluations begins with, where a step has one of the same name."""
+OF_AGENTS = frozenset({"reward", "success"})
+"""The metrics of evaluations that are of agents: of one that is not whole they are those of a part."""
+
+
+class EvaluationConfig(Table):
+    """Evaluation on trajectories of split `eval`, which are never trained on.
+
+    Each writes `eval.finished`: the loss, and what the algorithm measures, of held-out samples, where
+    the algorithm learns from samples as they are (`sft`, `dpo`, `reward_model`); and of a policy the mean
+    reward of the trajectories that agents finished with a reward since the evaluation before."""
+
+    every: Positive = 50
+    """Optimizer steps between evaluations. One comes before the first step, and one after the last."""
+    wait_s: Annotated[float, Field(ge=0)] = 0.0
+    """With --source tail: how long each waits for agents to be evaluated at its version, which `rollbook
+    rollout --follow` does where its CONFIG has `[evaluation]`. Then the rewards are of this version alone."""
+    source_runs: tuple[str, ...] = ()
+    """Runs whose samples of split `eval` are held out; absent: the recipe's."""
+    max_samples: Positive = 512
+    """Most samples (or pairs) that an evaluation takes, chosen by the seed; the same each time."""
+
+
+class StopRule(Table):
+    """A rule of early stopping: once it holds, the training ends, with a checkpoint and `stop.fired`.
+
+    Each `[[stop]]` is one rule, with exactly one of `above`, `below` and `better`."""
+
+    metric: str
+    """A metric of steps (a column of the view `metrics`), or of evaluations: `evaluation.loss`,
+    `evaluation.reward`, `evaluation.preference_accuracy` and others."""
+    above: float | None = None
+    """The rule holds when the metric was above this `patience` times in a row."""
+    below: float | None = None
+    """The rule holds when the metric was below this `patience` times in a row."""
+    better: Literal["lower", "higher"] | None = None
+    """Which values are better: the rule holds when the last `patience` values were no better than the best
+    before them."""
+    patience: Positive = 1
+    """How many values decide: steps, or evaluations."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """With `better`: by how much a value must be better than the best to count."""
+
+    @model_validator(mode="after")
+    def _one_condition(self) -> StopRule:
+        given = [key for key in ("above", "below", "better") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"a rule has exactly one of above, below and better (got {' and '.join(given) or 'none'})"
+            )
+        if self.min_delta and self.better is None:
+            raise ValueError("min_delta goes with better")
+        return self
+
+    @property
+    def of_evaluations(self) -> bool:
+        """Whether its metric is one of evaluations."""
+        return self.metric.startswith(HELD_OUT)
+
+    def dump(self) -> Json:
+        """The keys that are set, as an event has them."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def check_stop_metrics(rules: Collection[StopRule], known: Collection[str], *, evaluates: bool) -> None:
+    """Check that rules name metrics that a training has.
+
+    Args:
+        known: metrics of steps.
+        evaluates: whether there are evaluations.
+
+    Raises:
+        ValueError: a rule names another.
+    """
+    for rule in rules:
+        if rule.of_evaluations and not evaluates:
+            raise ValueError(
+                f"[[stop]] metric {rule.metric!r} is one of evaluations, and there is no [evaluation]"
+            )
+        if rule.of_evaluations or rule.metric in known:
+            continue
+        near = difflib.get_close_matches(rule.metric, known, 1)
+        raise ValueError(
+            f"[[stop]] metric {rule.metric!r} is none of a step: "
+            + (f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}")
+        )
+
+
+Address = Annotated[EngineAddress, PlainValidator(EngineAddress.of), PlainSerializer(str)]
+
+
+class SyncConfig(Table):
+    """Which engines get new weights, how often, and how running requests are treated."""
+
+    engines: Annotated[tuple[Address, ...], Field(min_length=1)]
+    """Control URLs: SGLang servers, or a proxy's own engine, such as http://127.0.0.1:8000/engine."""
+    key_env: Annotated[str, Field(min_length=1)] = "ROLLBOOK_ENGINE_KEY"
+    """Environment variable with the key sent to the engines: SGLang's API key, or an operator key of a
+    proxy."""
+    transport: Literal["auto", "disk", "tensor", "distributed"] = "auto"
+    """How weights are sent: from a directory that engines see too, from this host's memory, or by
+    broadcast."""
+    sync_every: Positive = 1
+    """Optimizer steps between syncs."""
+    overlap: bool = False
+    """Go on while weights travel: the next samples are gathered, scored and trained on meanwhile. It takes a
+    copy of the weights in the host's memory, unless they travel by disk."""
+    partial_rollout: bool = False
+    """Update weights while requests run; they continue with the new version. Otherwise requests finish
+    first."""
+    pause: Literal["retract", "in_place", "abort"] = "retract"
+    """How running requests continue with partial_rollout: their KV cache is recomputed, or kept, or they are
+    aborted and resumed. Keeping it needs SGLang started with --disable-overlap-schedule."""
+    drain_s: Annotated[float, Field(ge=0)] = 600.0
+    """Longest wait for running requests to end, without partial_rollout; after it they are retracted."""
+    bucket_mb: Positive = 512
+    """Size of a bucket of tensors; two buckets are in flight at a time."""
+    address: str = "127.0.0.1"
+    """Address of this host, as engines reach it, for broadcasts."""
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest wait for a reply of an engine, or for a collective operation."""
+    wait_s: Annotated[float, Field(ge=0)] = 600.0
+    """Longest wait for an engine to become reachable, if none is."""
+
+    def key(self, environment: Mapping[str, str]) -> str | None:
+        """The key sent to engines. It comes from the environment because a configuration is
+        recorded.
+
+        Raises:
+            ConfigError: the variable is set but empty, or is not the default one and is not set.
+        """
+        key = environment.get(self.key_env)
+        default = SyncConfig.model_fields["key_env"].default
+        if (key is None and self.key_env != default) or (key is not None and not key.strip()):
+            state = "not set" if key is None else "set and empty"
+            raise ConfigError(
+                f"sync.key_env names {self.key_env}, which is {state}: give it the engines' key"
+            )
+        return key
 
 
 class CheckpointConfig(Table):
@@ -50,7 +195,9 @@ class CheckpointConfig(Table):
         return keep_of(self.keep_last, self.keep_every)
 
 
-Vector = Literal["logprobs", "losses", "proximal_logprobs", "reference_logprobs", "values", "value_losses"]
+Vector = Literal[
+    "logprobs", "losses", "entropies", "proximal_logprobs", "reference_logprobs", "values", "value_losses"
+]
 
 
 class RecordConfig(Table):
@@ -59,7 +206,8 @@ class RecordConfig(Table):
     vectors: tuple[Vector, ...] = ()
     """Stages whose numbers are kept, a float32 for each trained token: a replay that differs then says which
     token, by how much, and where bits cannot be promised whether it is within a tolerance. With `logprobs`,
-    and what else the loss needs, losses can be computed again without a model."""
+    and what else the loss needs, losses can be computed again without a model. `entropies` (nats) come with
+    the logprobs; the viewer colours tokens by them."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -10,9 +10,12 @@ from pydantic import Field
 from rollbook.store.config import Table
 from rollbook.store.events import Json
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-TARGETS: tuple[Target, ...] = get_args(Target)
+OfLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Target = Literal[OfLayer, "lm_head"]
+TARGETS: tuple[Target, ...] = get_args(OfLayer)
 """The matrices of a layer, as transformers and PEFT call them, in the order of the model."""
+LM_HEAD: Target = "lm_head"
+"""The matrix behind the last layer, which gives the logits of the vocabulary."""
 
 
 class LoraConfig(Table):
@@ -26,7 +29,8 @@ class LoraConfig(Table):
     """Scale of the product, divided by `rank`."""
     targets: Annotated[tuple[Target, ...], Field(min_length=1)] | None = None
     """The matrices with factors; absent: all of each layer, and of a mixture of experts those of
-    attention."""
+    attention. The output, `lm_head`, has factors only where it is named, and a training from the log
+    takes it only of a model whose output is not its embedding (`tie_word_embeddings` false)."""
 
     @property
     def scale(self) -> float:

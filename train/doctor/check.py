@@ -31,7 +31,7 @@ class Fault:
     """Something that a check found, and what acts on it."""
 
     verdict: Verdict
-    said: str
+    summary: str
     lever: str
 
 
@@ -45,7 +45,7 @@ def check_of(name: str, summary: str, faults: Sequence[Fault]) -> Check:
         return Check(name, "green", summary)
     verdict: Verdict = "red" if any(fault.verdict == "red" for fault in faults) else "yellow"
     levers = dict.fromkeys(fault.lever for fault in faults)
-    return Check(name, verdict, "; ".join([summary, *(fault.said for fault in faults)]), "; ".join(levers))
+    return Check(name, verdict, "; ".join([summary, *(fault.summary for fault in faults)]), "; ".join(levers))
 
 
 def limits_of(config: TrainConfig) -> ModelLimits | None:

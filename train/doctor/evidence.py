@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from statistics import fmean
 from typing import Any
 
@@ -121,12 +122,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The newest training of a policy in a run: it began with this step, from this version."""
+    """The newest training of a policy in a run: it began with this step, from this version.
+
+    Attributes:
+        began: when its first step was planned; None: none was. It is a literal of queries over all turns:
+            where DuckDB has to find it first, it reads everything that there is of each.
+    """
 
     run: str
     policy: str
     step: int = 0
     version: int = 0
+    began: datetime | None = None
 
     @property
     def of(self) -> str:
@@ -136,6 +143,9 @@ class Training:
     @property
     def _committed(self) -> str:
         return f"{self.of} AND status = 'committed' AND step >= {self.step}"
+
+    def _since(self, column: str) -> str:
+        return "false" if self.began is None else f"{column} >= TIMESTAMP '{self.began}'"
 
     def metrics(self, *names: str) -> str:
         """Metrics of its committed steps."""
@@ -217,8 +227,7 @@ class Training:
         """How many turns completed and failed since it began, by the lane of the proxy and by the error."""
         return (
             "SELECT status, lane, coalesce(error, '') AS error, count(*) AS turns FROM turns "
-            f"WHERE run = {literal(self.run)} AND status <> 'running' AND requested >= "
-            f"(SELECT min(planned) FROM steps WHERE {self.of} AND step >= {self.step}) "
+            f"WHERE run = {literal(self.run)} AND status <> 'running' AND {self._since('requested')} "
             "GROUP BY ALL ORDER BY status DESC, turns DESC, lane, error"
         )
 
@@ -227,8 +236,8 @@ class Training:
         return (
             "SELECT rollout, status = 'infra_error' AS by_infrastructure, "
             "if(status = 'infra_error', coalesce(why, ''), '') AS why, count(*) AS launches FROM launches "
-            f"WHERE run = {literal(self.run)} AND status NOT IN ('running', 'cancelled') AND ended >= "
-            f"(SELECT min(planned) FROM steps WHERE {self.of} AND step >= {self.step}) "
+            f"WHERE run = {literal(self.run)} AND status NOT IN ('running', 'cancelled') "
+            f"AND {self._since('ended')} "
             "GROUP BY ALL ORDER BY by_infrastructure DESC, launches DESC, rollout, why"
         )
 
@@ -271,19 +280,24 @@ def read_course(connection: Connection, run: str, policy: str) -> TrainingCourse
 
 _METRICS = [column.name for column in RECORDED]
 _NEWEST = """
-    WITH done AS (
-        SELECT step, policy_version, split_part(phase, '#', 1) AS training
-        FROM steps WHERE run = $run AND policy = $policy AND status = 'committed'
+    WITH known AS (
+        SELECT step, policy_version, split_part(phase, '#', 1) AS training, status, planned
+        FROM steps WHERE run = $run AND policy = $policy
+    ), done AS (
+        SELECT step, policy_version, training FROM known WHERE status = 'committed'
     ), newest AS (
         SELECT * FROM done WHERE step > (
             SELECT coalesce(max(step), -1) FROM done
             WHERE training <> (SELECT arg_max(training, step) FROM done)
         )
     )
-    SELECT coalesce(min(step), 0), coalesce(min(policy_version), 0) FROM newest"""
-"""The first step of the newest training, and the version that it starts from."""
+    SELECT coalesce(min(step), 0), coalesce(min(policy_version), 0),
+           (SELECT min(planned) FROM known WHERE known.step >= (SELECT coalesce(min(step), 0) FROM newest))
+    FROM newest"""
+"""The first step of the newest training, the version that it starts from, and when it or a later one was
+first planned."""
 
 
 def _newest(connection: Connection, run: str, policy: str) -> Training:
-    [(step, version)] = connection.execute(_NEWEST, {"run": run, "policy": policy}).fetchall()
-    return Training(run, policy, step, version)
+    [(step, version, began)] = connection.execute(_NEWEST, {"run": run, "policy": policy}).fetchall()
+    return Training(run, policy, step, version, began)

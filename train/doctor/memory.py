@@ -10,6 +10,7 @@ from rollbook.engines.hub import model_folder
 from rollbook.store.errors import ModelError
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.doctor.check import Check, Verdict
+from rollbook.train.model.lora import check_merges
 from rollbook.train.model.memory import Memory, Pass, Workload, memory_of, parameters
 from rollbook.train.model.reshard import check_layout, stages_of
 from rollbook.train.model.shape import ModelShape, shape_to_train
@@ -25,6 +26,11 @@ def model_and_memory(config: TrainConfig, longest: int, memory: int) -> list[Che
         shape = shape_to_train(model_folder(config.model, weights=False), config.algorithm.head_width)
     except ModelError as error:
         return [Check("model", "red", str(error), "model")]
+    try:
+        if config.lora is not None:
+            check_merges(shape, config.lora)
+    except ModelError as error:
+        return [Check("model", "red", str(error), "lora.targets")]
     summary = f"{shape.family}, {parameters(shape):,} parameters"
     return [Check("model", "green", summary), _memory(config, shape, longest, memory)]
 

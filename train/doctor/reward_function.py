@@ -55,7 +55,7 @@ def completions(log: Store, cut: Cut, config: TrainConfig) -> list[Completion]:
     """
     params = {"runs": list(config.recipe.runs(config.run)), "splits": list(config.recipe.splits)}
     with connect_at(log, format_cut(cut)) as connection:
-        rows = connection.execute(_CHOSEN, params | {"seed": config.seed, "most": MOST}).fetchall()
+        rows = connection.read(_CHOSEN, params | {"seed": config.seed, "most": MOST}).fetchall()
     held = log.trajectories(cut, {trajectory_id for trajectory_id, _ in rows})
     examples = []
     for trajectory_id, group in rows:
@@ -143,7 +143,7 @@ def _judged(name: str, tried: _Tried, count: int, seconds: float, patience_s: fl
     rewards = statistics_of(list(tried.rewards), list(tried.groups))
     summary = f"{name} on {count} recorded completions, {seconds:.1f} s"
     if rewards.finite:
-        summary += f": {rewards.said()}"
+        summary += f": {rewards.in_words()}"
     if rewards.groups:
         summary += f"; {rewards.flat} of {rewards.groups} groups have one reward throughout"
     faults = []
@@ -193,7 +193,7 @@ class RewardStatistics:
         """How many are numbers."""
         return self.count - self.not_finite
 
-    def said(self) -> str:
+    def in_words(self) -> str:
         """The statistics in a line of text."""
         if not self.finite:
             return f"{self.count} rewards"

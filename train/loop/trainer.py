@@ -25,12 +25,18 @@ from rollbook.train.batches.batch import Partition, mini_batches
 from rollbook.train.batches.manifest_batch import oldest_of, samples_at_cut
 from rollbook.train.clock import Clock, Spent, clock, timed
 from rollbook.train.config.config import CriticConfig, TrainConfig
-from rollbook.train.publish.publish import Publisher
+from rollbook.train.publish.publish import Publisher, TrainedVersion
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
-from rollbook.train.resume.base import folder_to_copy
-from rollbook.train.resume.restore import adapted_algorithm, fingerprint_of, restored
-from rollbook.train.resume.schedule import divide_samples, schedule_of, settings_of
+from rollbook.train.resume.restore import (
+    adapted_algorithm,
+    divide_samples,
+    fingerprint_of,
+    folder_to_copy,
+    restored,
+    schedule_of,
+    settings_of,
+)
 from rollbook.train.select.drops import dropped_members
 from rollbook.train.select.recipe import Drop, mark_decided
 from rollbook.train.select.samples import Sample
@@ -290,6 +296,10 @@ class Trainer:
 
     # Checkpoints and engines ------------------------------------------------------------------
 
+    @property
+    def _trained(self) -> TrainedVersion:
+        return TrainedVersion(self.policy, self.version, self._like, self._phase, self.critic)
+
     def publish(self) -> None:
         """After the last step on a rollout batch: write a checkpoint and sync the engines, if either is
         due."""
@@ -300,16 +310,10 @@ class Trainer:
         sync = config.sync is not None and (last or self._due(config.sync.sync_every))
         if sync or config.sync is None:
             self._served_before, self._served = self.served, self.version
+        checkpoint = last or self._renews_reference or self._due(config.checkpoint_every)
+        offload = self._turns.offload
         self._publisher.publish(
-            self.policy,
-            self.version,
-            self._like,
-            self._phase,
-            checkpoint=last or self._renews_reference or self._due(config.checkpoint_every),
-            sync=sync,
-            critic=self.critic,
-            before_cache=self._turns.offload,
-            last=last,
+            self._trained, checkpoint=checkpoint, sync=sync, before_cache=offload, last=last
         )
         self._renew_reference()
         self._spent.published(begun)
@@ -339,23 +343,12 @@ class Trainer:
         """Write a checkpoint of the current version, unless there is one."""
         if not self._publisher.has_checkpoint(self.version):
             self._turns.onload()
-        self._publisher.publish(
-            self.policy,
-            self.version,
-            self._like,
-            self._phase,
-            checkpoint=True,
-            sync=False,
-            critic=self.critic,
-            last=True,
-        )
+        self._publisher.publish(self._trained, checkpoint=True, sync=False, last=True)
 
     def sync_current(self) -> None:
         """Sync the engines to the version that training starts from."""
         self._served_before = self._served = self.version
-        self._publisher.sync_current(
-            self.policy, self.version, self._like, self._phase, before_cache=self._turns.offload
-        )
+        self._publisher.sync_current(self._trained, before_cache=self._turns.offload)
 
     def wait_for_engines(self) -> None:
         """Let the engines use the shared devices while the training waits for samples."""
@@ -388,7 +381,7 @@ class Trainer:
         if time.monotonic() - self._looked > LOOK_S:
             if lost := self._publisher.lost():
                 self._turns.onload()
-                self._publisher.keep_served(self.policy, self.version, self._like, self._phase, lost)
+                self._publisher.keep_served(self._trained, lost)
                 self._turns.offload()
             self._looked = time.monotonic()
 

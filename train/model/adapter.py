@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from torch.nn.functional import linear
 
-from rollbook.train.config.lora import LoraConfig, Target
-from rollbook.train.model.lora import ADAPTED, is_row, linears, matrices_in, size_of
+from rollbook.train.config.lora import LM_HEAD, LoraConfig, Target
+from rollbook.train.model.lora import ADAPTED, is_row, linears, matrices_in, size_of, targets_of
 from rollbook.train.model.reshard import RankLayout
 from rollbook.train.model.shape import ModelShape
 
@@ -29,7 +31,7 @@ class Factors(torch.nn.Module):
     """
 
     def __init__(
-        self, size: tuple[int, int], rank: int, like: torch.Tensor, layout: RankLayout, *, row: bool
+        self, size: tuple[int, int], rank: int, dtype: torch.dtype, layout: RankLayout, *, row: bool
     ) -> None:
         super().__init__()
         rows, columns = size
@@ -38,7 +40,7 @@ class Factors(torch.nn.Module):
             "B": ((rows if row else rows // layout.tensor, rank), not row, 0),
         }
         for name, (dims, split, dim) in matrices.items():
-            parameter: Any = torch.nn.Parameter(torch.zeros(dims, dtype=like.dtype))
+            parameter: Any = torch.nn.Parameter(torch.zeros(dims, dtype=dtype))
             # By these Megatron counts what all ranks have once in the gradient's norm, and sums the rest.
             marks = {"partition_dim": dim if split else -1, "partition_stride": 1, "allreduce": True}
             marks |= {"tensor_model_parallel": split and layout.tensor > 1}
@@ -107,31 +109,65 @@ class Adapter(torch.nn.Module):
         return linear(inner, factors.B)
 
 
-def adapt(module: Any, shape: ModelShape, lora: LoraConfig, layout: RankLayout) -> list[Adapter]:
-    """Add factors to the layers of a rank's GPTModel, and freeze all else; before the model is
-    wrapped.
+class OutputAdapter(torch.nn.Module):
+    """The factors of the output layer, or a rank's part of them, whose product is added to the logits. B has
+    the rows of Megatron's padded vocabulary, shared among ranks as those of the output itself.
+
+    Every rank sees all tokens, or all of those whose logits are asked for, even where ranks share sequences
+    (`packed.OutputPlaces`), and has all logits: so it has all of the gradients, too.
+
+    Attributes:
+        active: whether it is added; else the layer gives its own logits.
+    """
+
+    def __init__(self, shape: ModelShape, lora: LoraConfig, dtype: torch.dtype, layout: RankLayout) -> None:
+        super().__init__()
+        size, whole_sequences = (shape.padded_vocab, shape.hidden), replace(layout, sequence=False)
+        self.add_module(LM_HEAD, Factors(size, lora.rank, dtype, whole_sequences, row=False))
+        self._scale, self.active = lora.scale, True
+
+    def added(self, _: torch.nn.Module, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The layer's output, (logits, None), with the product added: a hook of its forward pass."""
+        if not self.active:
+            return output
+        factors: Any = self.get_submodule(LM_HEAD)
+        inner = copy_to_tensor_model_parallel_region(linear(inputs[0], factors.A))
+        product = gather_from_tensor_model_parallel_region(linear(inner, factors.B))
+        return output[0] + self._scale * product, output[1]
+
+
+AnyAdapter = Adapter | OutputAdapter
+
+
+def adapt(module: Any, shape: ModelShape, lora: LoraConfig, layout: RankLayout) -> list[AnyAdapter]:
+    """Add factors to the layers of a rank's GPTModel, and to its output if that is a target and the rank has
+    it, and freeze all else; before the model is wrapped.
 
     Raises:
-        ModelError: a target is a matrix of experts.
+        ModelError: a target is a matrix of experts, or the output of a model that gives scores.
     """
     module.requires_grad_(False)
-    adapters: list[Adapter] = []
+    adapters: list[AnyAdapter] = []
+    dtype = module.config.params_dtype
     for layer in module.decoder.layers:
         for name, targets in linears(shape, lora).items():
             submodule = layer.get_submodule(name)
             factors = {
-                target: Factors(
-                    size_of(shape, target), lora.rank, submodule.weight, layout, row=is_row(target)
-                )
+                target: Factors(size_of(shape, target), lora.rank, dtype, layout, row=is_row(target))
                 for target in targets
             }
-            adapter = Adapter(matrices_in(name), factors, shape, lora, layout)
-            submodule.add_module(ADAPTED.strip("."), adapter)
-            submodule.register_forward_hook(adapter.added)
-            adapters.append(adapter)
+            adapters.append(_added_to(submodule, Adapter(matrices_in(name), factors, shape, lora, layout)))
+    if layout.last and LM_HEAD in targets_of(shape, lora):
+        adapters.append(_added_to(module.output_layer, OutputAdapter(shape, lora, dtype, layout)))
     if layout.first:  # else layers that are computed again in the backward pass have nothing to come back to
         module.embedding.register_forward_hook(_with_gradient)
     return adapters
+
+
+def _added_to(layer: torch.nn.Module, adapter: AnyAdapter) -> AnyAdapter:
+    layer.add_module(ADAPTED.strip("."), adapter)
+    layer.register_forward_hook(adapter.added)
+    return adapter
 
 
 def _with_gradient(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import torch
 
 from rollbook.engines.weights.digests import Tensors
+from rollbook.engines.weights.peft import PREFIX
 from rollbook.store.errors import ModelError
-from rollbook.train.config.lora import TARGETS, LoraConfig, Target
+from rollbook.train.config.lora import LM_HEAD, TARGETS, LoraConfig, Target
 from rollbook.train.model.shape import ModelShape
-from rollbook.train.model.weight_names import Weight
+from rollbook.train.model.weight_names import Kind, Weight
 
-PREFIX = "base_model.model."
-"""What PEFT's names of a model's parts begin with."""
 ADAPTED = ".adapter."
 """What Megatron's names of factors contain: of which module of a linear layer they are a part."""
 EXACT_BITS = 52
@@ -33,7 +32,8 @@ AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix [out, in] of every layer: Megatron's linear layer that it is in, and how that is split."""
+    """A matrix [out, in] of every layer, or the output's: Megatron's linear layer that it is in, and how that
+    is split."""
 
     linear: str
     huggingface: str
@@ -48,24 +48,43 @@ _MATRICES: dict[Target, Matrix] = {
     "gate_proj": Matrix("mlp.linear_fc1", "mlp.gate_proj"),
     "up_proj": Matrix("mlp.linear_fc1", "mlp.up_proj"),
     "down_proj": Matrix("mlp.linear_fc2", "mlp.down_proj", row=True),
+    "lm_head": Matrix("output_layer", "lm_head"),
 }
 OF_EXPERTS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
 
 
 def targets_of(shape: ModelShape, lora: LoraConfig) -> tuple[Target, ...]:
-    """The matrices of each layer that have factors, in the order of the model.
+    """The matrices that have factors, in the order of the model: those of each layer, then the output.
 
     Raises:
-        ModelError: one is a matrix of experts.
+        ModelError: one is a matrix of experts, or the output of a model that gives scores.
     """
     there = TARGETS if shape.experts is None else tuple(t for t in TARGETS if t not in OF_EXPERTS)
-    wanted = lora.targets or there
-    if odd := [target for target in wanted if target not in there]:
+    wanted, choices = lora.targets or there, (*there, LM_HEAD)
+    if LM_HEAD in wanted and shape.scores:
+        raise ModelError(
+            f"lora.targets {LM_HEAD}: the model gives scores in place of the logits of tokens: leave it out"
+        )
+    if odd := [target for target in wanted if target not in choices]:
         raise ModelError(
             f"lora.targets {', '.join(odd)}: matrices of experts have no factors here; choose among "
-            f"{', '.join(there)}"
+            f"{', '.join(choices)}"
         )
-    return tuple(target for target in there if target in wanted)
+    return tuple(target for target in choices if target in wanted)
+
+
+def check_merges(shape: ModelShape, lora: LoraConfig) -> None:
+    """Check that the products of factors can be added to the model's weights.
+
+    Raises:
+        ModelError: the output has factors, and its weights are those of the embedding.
+    """
+    if shape.tied and LM_HEAD in targets_of(shape, lora):
+        raise ModelError(
+            f"lora.targets {LM_HEAD}: the model's output is its embedding (tie_word_embeddings), and has no "
+            "weights of its own for these factors to be merged into: leave it out, or take a model that is "
+            "untied; the adapter alone can be exported"
+        )
 
 
 def size_of(shape: ModelShape, target: Target) -> tuple[int, int]:
@@ -79,18 +98,23 @@ def size_of(shape: ModelShape, target: Target) -> tuple[int, int]:
         "gate_proj": (shape.ffn, shape.hidden),
         "up_proj": (shape.ffn, shape.hidden),
         "down_proj": (shape.hidden, shape.ffn),
+        "lm_head": (shape.vocab, shape.hidden),
     }
     return sizes[target]
 
 
 def linears(shape: ModelShape, lora: LoraConfig) -> dict[str, tuple[Target, ...]]:
     """Megatron's linear layers that have factors, by their names in a layer, and the matrices in
-    each."""
+    each; without the output."""
     by_linear: dict[str, tuple[Target, ...]] = {}
-    for target in targets_of(shape, lora):
+    for target in _of_layers(shape, lora):
         linear = _MATRICES[target].linear
         by_linear[linear] = (*by_linear.get(linear, ()), target)
     return by_linear
+
+
+def _of_layers(shape: ModelShape, lora: LoraConfig) -> tuple[Target, ...]:
+    return tuple(target for target in targets_of(shape, lora) if target != LM_HEAD)
 
 
 def matrices_in(linear: str) -> tuple[Target, ...]:
@@ -106,22 +130,22 @@ def is_row(target: Target) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def factors(shape: ModelShape, lora: LoraConfig) -> tuple[Weight, ...]:
-    """Every factor, in the order of the stream: by layer, and A before B."""
-    return tuple(
-        factor
-        for layer in range(shape.layers)
-        for target in targets_of(shape, lora)
-        for factor in _of_matrix(shape, lora.rank, layer, target)
-    )
+    """Every factor, in the order of the stream: by layer, then the output's, and A before B."""
+    places = [(layer, target) for layer in range(shape.layers) for target in _of_layers(shape, lora)]
+    if LM_HEAD in targets_of(shape, lora):
+        places.append((shape.layers - 1, LM_HEAD))
+    return tuple(factor for place in places for factor in _of_matrix(shape, lora.rank, *place))
 
 
 def _of_matrix(shape: ModelShape, rank: int, layer: int, target: Target) -> Iterator[Weight]:
     matrix, (rows, columns) = _MATRICES[target], size_of(shape, target)
-    inner = f"decoder.layers.{layer}.{matrix.linear}.adapter.{target}"
-    outer = f"{PREFIX}model.layers.{layer}.{matrix.huggingface}"
-    a, b = (f"{outer}.lora_{x}.weight" for x in "AB")
-    yield Weight(f"{inner}.A", (a,), "row" if matrix.row else "replicated", ((rank, columns),), layer)
-    yield Weight(f"{inner}.B", (b,), "replicated" if matrix.row else "column", ((rows, rank),), layer)
+    inner, outer = f"decoder.layers.{layer}.{matrix.linear}", f"model.layers.{layer}.{matrix.huggingface}"
+    kinds: tuple[Kind, Kind] = ("row", "replicated") if matrix.row else ("replicated", "column")
+    if target == LM_HEAD:
+        inner, outer, kinds = matrix.linear, matrix.huggingface, ("replicated", "vocab")
+    for x, kind, dims in zip("AB", kinds, ((rank, columns), (rows, rank)), strict=True):
+        name = f"{PREFIX}{outer}.lora_{x}.weight"
+        yield Weight(f"{inner}.adapter.{target}.{x}", (name,), kind, (dims,), layer)
 
 
 def fresh_factors(shape: ModelShape, lora: LoraConfig, seed: int) -> Tensors:
@@ -159,9 +183,23 @@ def check_factors(tensors: Mapping[str, torch.Tensor], shape: ModelShape, lora: 
 
 
 def merged(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    adapter: Mapping[str, torch.Tensor],
+    shape: ModelShape,
+    lora: LoraConfig,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's weights with the products of its factors added, one at a time, under Hugging Face's names.
+
+    Raises:
+        ModelError: at once; the output has factors, and its weights are those of the embedding.
+    """
+    check_merges(shape, lora)
+    return _merged(weights, adapter, lora.scale)
+
+
+def _merged(
     weights: Iterable[tuple[str, torch.Tensor]], adapter: Mapping[str, torch.Tensor], scale: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's weights with the products of its factors added, one at a time, under Hugging Face's names."""
     for name, weight in weights:
         a = adapter.get(f"{PREFIX}{name.removesuffix('.weight')}.lora_A.weight")
         if a is None:

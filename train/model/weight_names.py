@@ -59,19 +59,19 @@ def plan(shape: ModelShape) -> tuple[Weight, ...]:
     or the feed-forward layer gives comes after its weights.
     """
     vocab, last = (shape.vocab, shape.hidden), shape.layers - 1
-    weights = [_one("embedding.word_embeddings", "model.embed_tokens", "vocab", vocab, 0)]
+    weights = [_entry("embedding.word_embeddings", "model.embed_tokens", "vocab", vocab, 0)]
     for layer in range(shape.layers):
         weights += [*_attention(shape, layer), *_feed_forward(shape, layer)]
-    weights.append(_one("decoder.final_layernorm", "model.norm", "replicated", (shape.hidden,), last))
+    weights.append(_entry("decoder.final_layernorm", "model.norm", "replicated", (shape.hidden,), last))
     if shape.scores:
         head = (shape.scores, shape.hidden)
-        weights.append(_one("output_layer", "score", "replicated", head, last))
+        weights.append(_entry("output_layer", "score", "replicated", head, last))
     elif not shape.tied:
-        weights.append(_one("output_layer", "lm_head", "vocab", vocab, last))
+        weights.append(_entry("output_layer", "lm_head", "vocab", vocab, last))
     return tuple(weights)
 
 
-def _one(
+def _entry(
     megatron: str,
     huggingface: str,
     kind: Kind,
@@ -89,7 +89,7 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[Weight]:
     attention = source + "self_attn."
     size, hidden = shape.head_dim, shape.hidden
     rows = (shape.heads * size, shape.kv_heads * size, shape.kv_heads * size)
-    yield _one(target + "input_layernorm", source + "input_layernorm", "replicated", (hidden,), layer)
+    yield _entry(target + "input_layernorm", source + "input_layernorm", "replicated", (hidden,), layer)
     for field, tail in (("weight", (hidden,)), ("bias", ())):
         if field == "weight" or shape.qkv_bias:
             yield Weight(
@@ -101,33 +101,33 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[Weight]:
             )
     for x in "qk" if shape.qk_norm else "":
         name = f"{target}self_attention.{x}_layernorm"
-        yield _one(name, f"{attention}{x}_norm", "replicated", (size,), layer)
+        yield _entry(name, f"{attention}{x}_norm", "replicated", (size,), layer)
     output = (target + "self_attention.linear_proj", attention + "o_proj")
-    yield _one(*output, "row", (hidden, rows[0]), layer)
+    yield _entry(*output, "row", (hidden, rows[0]), layer)
     if shape.biases:
-        yield _one(*output, "replicated", (hidden,), layer, field="bias")
+        yield _entry(*output, "replicated", (hidden,), layer, field="bias")
     if shape.sinks:
         name = target + "self_attention.core_attention.softmax_offset"
         yield Weight(name, (attention + "sinks",), "column", ((shape.heads,),), layer)
     if shape.output_norms:
         name = target + "self_attention_output_norm"
-        yield _one(name, source + "post_attention_layernorm", "replicated", (hidden,), layer)
+        yield _entry(name, source + "post_attention_layernorm", "replicated", (hidden,), layer)
 
 
 def _feed_forward(shape: ModelShape, layer: int) -> Iterator[Weight]:
     target, source = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     second = source + ("pre_feedforward_layernorm" if shape.output_norms else "post_attention_layernorm")
-    yield _one(target + "pre_mlp_layernorm", second, "replicated", (shape.hidden,), layer)
+    yield _entry(target + "pre_mlp_layernorm", second, "replicated", (shape.hidden,), layer)
     if shape.experts is None:
         yield from _gated(target + "mlp", source + "mlp", shape.hidden, shape.ffn, layer)
         if shape.output_norms:
             last = source + "post_feedforward_layernorm"
-            yield _one(target + "mlp_output_norm", last, "replicated", (shape.hidden,), layer)
+            yield _entry(target + "mlp_output_norm", last, "replicated", (shape.hidden,), layer)
         return
     router = (target + "mlp.router", source + ("mlp.router" if shape.biases else "mlp.gate"))
-    yield _one(*router, "replicated", (shape.experts.count, shape.hidden), layer)
+    yield _entry(*router, "replicated", (shape.experts.count, shape.hidden), layer)
     if shape.biases:
-        yield _one(*router, "replicated", (shape.experts.count,), layer, field="bias")
+        yield _entry(*router, "replicated", (shape.experts.count,), layer, field="bias")
     for expert in range(shape.experts.count):
         inner = f"{target}mlp.experts.local_experts.{expert}"
         outer = f"{source}mlp.experts.{expert}"
@@ -150,9 +150,9 @@ def _gated(
         names = (f"{both[0]}.{field}", f"{both[1]}.{field}")
         dims = (ffn, hidden) if field == "weight" else (ffn,)
         yield Weight(f"{target}.linear_fc1.{field}", names, "gate_up", (dims, dims), layer, expert)
-    yield _one(f"{target}.linear_fc2", down, "row", (hidden, ffn), layer, expert)
+    yield _entry(f"{target}.linear_fc2", down, "row", (hidden, ffn), layer, expert)
     if biases:
-        yield _one(f"{target}.linear_fc2", down, "replicated", (hidden,), layer, expert, field="bias")
+        yield _entry(f"{target}.linear_fc2", down, "replicated", (hidden,), layer, expert, field="bias")
 
 
 # Both ways --------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from rollbook.train.model.packed import pack
 from rollbook.train.model.reshard import Piece, Work, copied, held_pieces, rank_weights
 from rollbook.train.model.routing import Routing
 from rollbook.train.model.shape import ModelShape
-from rollbook.train.model.weight_names import stream_weights
+from rollbook.train.model.weight_names import parts, shard, stream_weights
 from rollbook.train.ranks.kept_digests import Digest, KeptDigests
 from rollbook.train.ranks.policy import LossOf, Read
 
@@ -77,11 +78,20 @@ class TrainablePolicy:
         """The weights under Hugging Face names, one at a time, in the order of `weight_names.plan`.
 
         Most are views of the live weights: use or copy each before the next step.
+
+        Raises:
+            ModelError: products of low-rank factors cannot be merged into them.
         """
         own = stream_weights(self.own_weights(), self.shape)
         if self.lora is None or self._aside:  # others in their place come without factors
             return own
-        return merged(own, self.adapter(), self.lora.scale)
+        return merged(own, self.adapter(), self.shape, self.lora)
+
+    def share_weights(self, other: TrainablePolicy) -> None:
+        """Take another policy's base weights for its own, in the same memory; neither may change them."""
+        for name, tensor in other.own_weights().items():
+            self._parts.module.get_parameter(name).data = tensor
+        self._digests.changed("weights")
 
     def load_adapter(self, tensors: Tensors) -> None:
         """Put low-rank factors in place, under PEFT's names.
@@ -92,14 +102,17 @@ class TrainablePolicy:
         assert self.lora is not None
         check_factors(tensors, self.shape, self.lora)
         for factor in factors(self.shape, self.lora):
-            self.put(factor.megatron, tensors[factor.huggingface[0]])
+            self.put(factor.megatron, shard(factor, tensors, self.shape))
 
     def adapter(self) -> Tensors:
         """The low-rank factors, under PEFT's names; none of a policy that is trained whole."""
         if self.lora is None:
             return {}
         held = self.own_adapter()
-        return {factor.huggingface[0]: held[factor.megatron] for factor in factors(self.shape, self.lora)}
+        return {
+            factor.huggingface[0]: next(parts(factor, [held[factor.megatron]], self.shape))
+            for factor in factors(self.shape, self.lora)
+        }
 
     def own_weights(self) -> Tensors:
         """The weights that this rank holds, under Megatron's names; of a policy with low-rank
@@ -126,6 +139,13 @@ class TrainablePolicy:
     def stream_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The accumulated gradients, before clipping, under Megatron's names."""
         yield from self.gradients().items()
+
+    def load_gradients(self, gradients: Tensors) -> None:
+        """Put gradients in place, under Megatron's names; those that are not there are 0."""
+        self._parts.wrapped.zero_grad_buffer()
+        held = self.gradients()
+        for name, gradient in gradients.items():
+            held[name].copy_(gradient)
 
     def optimizer_state(self) -> Tensors:
         """Adam's moments and step counts, and the float32 weights where the model's are narrower,
@@ -381,6 +401,27 @@ class TrainablePolicy:
         with timed("optimizer"):
             _, norm, _ = self._parts.optimizer.step()
         return float(norm) if norm is not None else 0.0
+
+    def adam_step(self, settings: AdamSettings) -> float:
+        """Take one step of Adam with settings of its own; returns the gradient norm before clipping."""
+        for group in self._parts.optimizer.param_groups:
+            group["betas"], group["eps"] = settings.betas, settings.eps
+            group["weight_decay"] = settings.weight_decay
+        for optimizer in self._parts.optimizers:
+            optimizer.config.clip_grad = settings.clip_grad
+        return self.optimizer_step(settings.learning_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """Of one step of Adam, with decoupled weight decay; gradients are clipped to the norm `clip_grad`, unless
+    it is 0."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip_grad: float
 
 
 def _schedule(optimizer: Any, wanted: OptimizerConfig, steps: int) -> Any:

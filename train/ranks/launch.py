@@ -47,12 +47,12 @@ class Follower:
         program: tuple[str, ...] | None = None,
     ) -> None:
         words = [str(word) for word in (point.host, point.port, rank, count, os.getpid())]
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
+        self._log_file = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._process = subprocess.Popen(
             [sys.executable, *(program or FOLLOW), *words],
             stdin=subprocess.DEVNULL,
-            stdout=self._said,
-            stderr=self._said,
+            stdout=self._log_file,
+            stderr=self._log_file,
             start_new_session=True,
             env={**(os.environ if environment is None else environment), SECRET: point.secret},
         )
@@ -84,11 +84,11 @@ class Follower:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        self._said.close()
+        self._log_file.close()
 
     def _output(self) -> str:
         # The process writes at the place in the file that a read of this one's would move.
-        descriptor = self._said.fileno()
+        descriptor = self._log_file.fileno()
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def _words(self) -> str:

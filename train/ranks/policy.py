@@ -47,6 +47,9 @@ class Policy(Protocol):
         """The weights, one at a time, in the order of `weight_names.plan`.
 
         Most are views of the live weights: use or copy each before the next step.
+
+        Raises:
+            ModelError: products of low-rank factors cannot be merged into them.
         """
 
     def weights(self) -> Tensors:

@@ -3,6 +3,10 @@
 Rank 0 alone has the log and decides what comes next. It tells the others by a key of the store
 at which all met: they may wait there for as long as there is nothing to do. What is computed
 goes over the process group, gloo on CPUs and nccl on GPUs.
+
+A policy whose weights are spread over ranks, used as one: each call has rank 0 ask all ranks.
+
+Ranks that a launcher such as torchrun or Slurm starts: their places, their secret, and where they meet.
 """
 
 from __future__ import annotations
@@ -17,30 +21,46 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from rollbook.store.errors import RankError, RankLostError
+from rollbook.engines.weights.digests import Look, Tensors
+from rollbook.store.errors import ConfigError, NotAStoreError, RankError, RankLostError
 from rollbook.store.events import Json
+from rollbook.store.marker import read_marker
+from rollbook.store.secret import store_secret
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import sent_algorithm
+from rollbook.train.batches.batch import MicroBatch, evenly
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.parallel import ParallelConfig
+from rollbook.train.interface import LOOPBACK, choose_interface, stay_on_this_host
 from rollbook.train.model import cpu_device
+from rollbook.train.model.lora import check_factors, merged
 from rollbook.train.model.model import Build
-from rollbook.train.model.reshard import check_layout, stages_of
+from rollbook.train.model.reshard import Work, check_layout, joined, stages_of
 from rollbook.train.model.shape import ModelShape
-from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.model.weight_names import checked, fuse_experts, parts
+from rollbook.train.ranks.backend import Kind, TrainablePolicy
+from rollbook.train.ranks.kept_digests import Digest, KeptDigests
 from rollbook.train.ranks.launch import FollowerRanks, Launch, launch_here
-from rollbook.train.ranks.launcher import Place, meet_at
-from rollbook.train.ranks.meeting import FOREVER, Meeting, presence_key, sign_objects
+from rollbook.train.ranks.meeting import (
+    FOREVER,
+    SECRET,
+    Meeting,
+    MeetingPoint,
+    meet,
+    presence_key,
+    sign_objects,
+    take_secret,
+)
 from rollbook.train.ranks.part import Part
-from rollbook.train.ranks.policy import Policy
-from rollbook.train.ranks.spread import SpreadPolicy
+from rollbook.train.ranks.policy import LossOf, Policy, Read
 
 STREAM = "stream"
 """The method of a part whose result is gone through on every rank."""
@@ -118,7 +138,7 @@ def _join(meeting: Meeting, rank: int, count: int, parallel: ParallelConfig, dev
     )
 
 
-class Ranks:
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """The ranks that hold a training's policies: this process alone, or this one, as rank 0, and
     others.
 
@@ -135,7 +155,7 @@ class Ranks:
     ) -> None:
         self.parallel, self.count = parallel or ParallelConfig(), count
         self.copies = self.parallel.copies(count)
-        self._said, self._joined, self._parts = 0, False, dict[str, Part]()
+        self._sent, self._joined, self._parts = 0, False, dict[str, Part]()
         self._launched: FollowerRanks | None = None
         self._meeting: Meeting | None = None
         self.on_this_host = launch is launch_here
@@ -220,8 +240,8 @@ class Ranks:
 
     def _say(self, what: tuple[Any, ...]) -> None:
         with self._heard():
-            self._met.say(f"said/{self._said}", _in_words(what))
-        self._said += 1
+            self._met.say(f"said/{self._sent}", _in_words(what))
+        self._sent += 1
 
     @contextlib.contextmanager
     def _heard(self) -> Iterator[None]:
@@ -245,7 +265,7 @@ class Ranks:
         if self._meeting is None:
             return
         with contextlib.suppress(RuntimeError):
-            self._meeting.say(f"said/{self._said}", _in_words(("end",)))
+            self._meeting.say(f"said/{self._sent}", _in_words(("end",)))
         if self._launched is not None:
             self._launched.close()
         self._leave()
@@ -256,9 +276,6 @@ class Ranks:
         self._parts.clear()
         if self._joined:
             _forget_groups()
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -329,3 +346,265 @@ def _own_device(device: torch.device, rank: int) -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", rank % max(torch.cuda.device_count(), 1)))
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+class Ask(Protocol):
+    """Has all ranks call a method of their parts, and returns rank 0's result.
+
+    On rank 0, `own` is called instead of the method, where rank 0 has more to pass to it than
+    the others.
+    """
+
+    def __call__(self, method: str, *args: Any, own: Callable[[], Any] | None = None) -> Any: ...
+
+
+class SpreadPolicy:
+    """A policy whose weights are spread over ranks, of which this process is rank 0. As `Policy`.
+
+    Args:
+        ask: has all ranks call a method of their parts.
+    """
+
+    def __init__(self, part: Part, ask: Ask) -> None:
+        self._part, self._ask = part, ask
+        self.shape, self.device, self.lora = part.shape, part.policy.device, part.policy.lora
+        self._digests = KeptDigests()
+        self._others = False
+        """Whether others are in the place of its own weights, which come without factors."""
+
+    def load_weights(self, tensors: Tensors) -> None:
+        """Put Hugging Face weights in place, on each rank its part. As `Policy`.
+
+        Raises:
+            ModelError: they are another architecture's.
+        """
+        self._digests.changed("state")  # the float32 weights that it may have
+        self._spread("weights", checked(tensors, self.shape))
+
+    def _spread(self, kind: Kind, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._digests.changed("weights")
+        names = [name for weight in self._part.named(kind) for name in weight.huggingface]
+        own = {name: tensors[name].contiguous() for name in names}
+        specs = [(n, tuple(t.shape), t.dtype) for n, t in own.items()]
+        self._ask("take", kind, specs, own=lambda: self._part.spread(kind, own))
+
+    def load_adapter(self, tensors: Tensors) -> None:
+        """Put low-rank factors in place, on each rank its part. As `Policy`."""
+        assert self.lora is not None
+        check_factors(tensors, self.shape, self.lora)
+        self._digests.changed("state")
+        self._spread("adapter", tensors)
+
+    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under Hugging Face names, one at a time, gathered from the ranks. As `Policy`."""
+        own = self._stream("weights")
+        if self.lora is None or self._others:
+            return own
+        return merged(own, self.adapter(), self.shape, self.lora)
+
+    def adapter(self) -> Tensors:
+        """The low-rank factors, under PEFT's names, gathered from the ranks."""
+        return {} if self.lora is None else dict(self._stream("adapter"))
+
+    def _stream(self, kind: Kind) -> Iterator[tuple[str, torch.Tensor]]:
+        each = (
+            zip(weight.huggingface, parts(weight, shards, self.shape), strict=True)
+            for weight, _, shards in self._ask("stream", kind)
+        )
+        yield from fuse_experts((named for pair in each for named in pair), self.shape)
+
+    def weights(self) -> Tensors:
+        """The weights under Hugging Face names."""
+        return dict(self.stream_weights())
+
+    def stream_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The accumulated gradients, before clipping, one at a time."""
+        for weight, _, shards in self._ask("stream", "gradients"):
+            yield weight.megatron, joined(weight, shards, self.shape)
+
+    def optimizer_state(self) -> Tensors:
+        """Moments and step counts, `parameter.field`."""
+        return dict(self._stream_state())
+
+    def _stream_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for weight, field, shards in self._ask("stream", "state"):
+            whole = shards[0] if not shards[0].dim() else joined(weight, shards, self.shape)
+            yield f"{weight.megatron}.{field}", whole
+
+    def each(self, work: Work[T], *, meanwhile: bool = False) -> Callable[[], list[T]]:
+        """Have each rank call a function with its own pieces. As `Policy`."""
+        wait: Callable[[], list[T]] = self._ask("each", work, meanwhile)
+        return wait
+
+    def load_optimizer_state(self, state: Tensors) -> None:
+        """Put an optimizer state in place, on each rank its part."""
+        self._digests.changed("state")
+        number = {weight.megatron: at for at, weight in enumerate(self._part.named("state"))}
+        split = [(key.rpartition("."), value.contiguous()) for key, value in state.items()]
+        own = [(number[name], field, value) for (name, _, field), value in split]
+        specs = [(at, f, tuple(t.shape), t.dtype) for at, f, t in own]
+        self._ask("take_state", specs, own=lambda: self._part.spread_state(own))
+
+    def weights_digest(self, look: Look | None = None) -> Digest:
+        """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""
+        return self._digests.of("weights", self.stream_weights, look)
+
+    def optimizer_digest(self) -> Digest:
+        """Digest of the optimizer state."""
+        return self._digests.of("state", self._stream_state)
+
+    def seed_step(self, seed: int) -> None:
+        """Set every random generator of all ranks for a step."""
+        self._ask("seed_step", seed)
+
+    def learning_rate(self, step: int, steps: int | None = None) -> float:
+        """Learning rate of the phase's step (from 0), by Megatron's schedule."""
+        return self._part.policy.learning_rate(step, steps)
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss_of: LossOf[T], shares: Sequence[int] | None = None
+    ) -> list[T]:
+        """Accumulate the gradients of all micro-batches, each copy those of its share; returns what
+        is kept of each."""
+        return self._pass_over(micro_batches, loss_of, shares, backward=True)
+
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], read: Read[T], shares: Sequence[int] | None = None
+    ) -> list[T]:
+        """A forward pass only; returns what is read of each micro-batch."""
+        return self._pass_over(micro_batches, read, shares, backward=False)
+
+    def _pass_over(
+        self, micro_batches: Sequence[MicroBatch], work: Any, shares: Sequence[int] | None, *, backward: bool
+    ) -> list[T]:
+        copies = self._part.copies
+        counts = shares or [len(some) for some in evenly(micro_batches, copies)]
+        remaining = iter(micro_batches)
+        own = [[next(remaining) for _ in range(count)] for count in counts]
+        own += [[] for _ in range(copies - len(own))]
+        results: list[T] = self._ask(
+            "pass_over", work, backward, own=lambda: self._part.pass_over(work, backward, own)
+        )
+        return results
+
+    @contextlib.contextmanager
+    def using(self, weights: Tensors) -> Iterator[None]:
+        """A context in which other weights are in place of its own, on all ranks, for forward
+        passes.
+
+        Raises:
+            ModelError: they are another architecture's.
+        """
+        self._ask("put_aside")
+        self._others = True
+        try:
+            self._spread("weights", checked(weights, self.shape))
+            yield
+        finally:
+            self._others = False
+            self._digests.changed("weights")
+            self._ask("put_back")
+
+    def offload(self) -> None:
+        """Release the memory that all ranks hold, until `onload`."""
+        self._ask("offload")
+
+    def onload(self) -> None:
+        """Allocate it again; gradients are lost."""
+        self._ask("onload")
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of all gradients together, without taking a step."""
+        return float(torch.stack([gradient.norm() for _, gradient in self.stream_gradients()]).norm())
+
+    def optimizer_step(self, learning_rate: float) -> float:
+        """Clip and take one step; returns the gradient norm before clipping."""
+        self._digests.changed("weights", "state")
+        norm: float = self._ask("optimizer_step", learning_rate)
+        return norm
+
+
+FEWEST_CHARACTERS = 32
+"""Of a secret that somebody made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process's place among ranks that a launcher started, and where they meet.
+
+    Args:
+        one_host: all of them are on this host.
+    """
+
+    rank: int
+    count: int
+    local_rank: int
+    host: str
+    port: int
+    one_host: bool = False
+
+
+def place_in(environment: Mapping[str, str]) -> Place | None:
+    """The place that torchrun, Slurm or another launcher gives this process in its environment;
+    None if it is not one of several ranks.
+
+    Raises:
+        ConfigError: there are several ranks, and nothing says where they meet.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    if "RANK" not in environment and "SLURM_PROCID" in environment:
+        names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    rank, count, local = (environment.get(name) for name in names)
+    if rank is None or count is None or int(count) == 1:
+        return None
+    host = environment.get("MASTER_ADDR") or environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    port = environment.get("MASTER_PORT")
+    if host is None or port is None:
+        raise ConfigError(
+            f"rank {rank} of {count} ({names[0]}, {names[1]}): MASTER_ADDR and MASTER_PORT do not "
+            "say where they meet: set both to an address of rank 0's host and a free port there"
+        )
+    one_host = environment.get("LOCAL_WORLD_SIZE") == count or environment.get("SLURM_NNODES") == "1"
+    return Place(int(rank), int(count), int(local or 0), host, int(port), one_host)
+
+
+def shared_secret(place: Place, store: Path) -> str:
+    """The secret that the ranks of a launcher share: the one in the environment, or the store's.
+
+    Raises:
+        ConfigError: there is neither, or it is short enough to be guessed.
+    """
+    if os.environ.get(SECRET):
+        secret = take_secret()
+        if len(secret) < FEWEST_CHARACTERS:
+            raise ConfigError(
+                f"{SECRET} has {len(secret)} characters: take {FEWEST_CHARACTERS} or more that nobody "
+                "guesses, such as those of `openssl rand -hex 32`"
+            )
+        return secret
+    try:
+        read_marker(store)
+    except NotAStoreError as error:
+        raise ConfigError(
+            f"rank {place.rank} of {place.count} does not see the store {store}, by whose secret ranks know "
+            f"each other: set {SECRET} on every host to one text, such as that of `openssl rand -hex 32`"
+        ) from error
+    return store_secret(store, "ranks").hex()
+
+
+def meet_at(place: Place, secret: str) -> Meeting:
+    """The meeting of a launcher's ranks: at the launcher's store, or at one that rank 0 serves."""
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun
+    if place.one_host:
+        stay_on_this_host()
+    else:
+        choose_interface(place.host)
+    host = LOOPBACK if place.one_host and not served else place.host
+    met = meet(MeetingPoint(host, place.port, secret), leads=place.rank == 0 and not served)
+    # Ranks that torchrun starts again find what was said to earlier ones.
+    return met.within(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if served else met
+
+
+def meet_others(place: Place, secret: str, count: int) -> tuple[Meeting, None]:
+    """As rank 0, meet others that the launcher starts. As `Launch`."""
+    return meet_at(place, secret), None

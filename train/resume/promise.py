@@ -37,6 +37,11 @@ class Promise:
         return not (self.against or self.unsteady or self.unrecorded)
 
     @property
+    def told(self) -> list[str]:
+        """All that differs or is unsteady, a line each, whether it is known to change bits or not."""
+        return [*map(str, (*self.against, *self.beside)), *self.unsteady]
+
+    @property
     def reasons(self) -> list[str]:
         """Why there is no promise, a line each."""
         reasons = [*map(str, self.against), *self.unsteady]

@@ -19,12 +19,12 @@ class Conditions:
 
     Attributes:
         sql: a query for the ids of the trajectories that meet them; parameters: of the query.
-        said: the recipe's own condition, for an error message.
+        condition: the recipe's own condition, for an error message.
     """
 
     sql: str
     parameters: Json
-    said: str
+    condition: str
 
 
 def conditions_of(recipe: RecipeConfig) -> Conditions | None:

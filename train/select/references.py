@@ -27,11 +27,19 @@ from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
 from rollbook.train.config.recipe import STATUSES, RecipeConfig
 from rollbook.train.select.conditions import conditions_of
-from rollbook.train.select.path_columns import Bools, Ints, PathColumns, Sums, path_columns
 from rollbook.train.select.recipe import NO_STATUS, NOWHERE, Candidates
 from rollbook.train.select.routing import FitCheck, Mixture
 from rollbook.train.select.sample_ref import SampleRef, numbered
-from rollbook.train.select.samples import CUT_OFF, TRUNCATED, deciding_places
+from rollbook.train.select.samples import (
+    CUT_OFF,
+    TRUNCATED,
+    Bools,
+    Ints,
+    PathColumns,
+    Sums,
+    deciding_places,
+    path_columns,
+)
 
 _TRAJECTORIES = """
     SELECT o.trajectory_id, o.run, o.trajectory AS name, o."group",
@@ -243,16 +251,16 @@ def references_over(
     chosen = params | {"own": run, "splits": sorted(recipe.splits)}
     chosen |= {} if conditions is None else conditions.parameters
     try:
-        query = _TRAJECTORIES.replace("{chosen}", holds)
-        trajectories = connection.sql(query, params=chosen).to_arrow_table().combine_chunks()
+        rows = connection.relation(_TRAJECTORIES, chosen, chosen=holds)
+        trajectories = rows.to_arrow_table().combine_chunks()
     except duckdb.Error as error:
         if conditions is None:
             raise
-        raise ConfigError(f"recipe.where {conditions.said!r}: {error}") from error
+        raise ConfigError(f"recipe.where {conditions.condition!r}: {error}") from error
     places = pa.array(np.arange(trajectories.num_rows, dtype=np.int64))
     connection.register("chosen", trajectories.select(["trajectory_id"]).append_column("place", places))
-    turns = connection.sql(_TURNS).to_arrow_table().combine_chunks()
-    rewards = dict(connection.execute(_TURN_REWARDS, params).fetchall())
+    turns = connection.relation(_TURNS).to_arrow_table().combine_chunks()
+    rewards = dict(connection.read(_TURN_REWARDS, params).fetchall())
     own = recipe.own(policy)
     # The oldest and the newest token are known of each turn, but not of which policies they are.
     several = 0 < recipe.deciding_share < 1 or own is not None
@@ -387,7 +395,7 @@ _SPANS = """
 def spans_of_several(connection: Connection) -> Spans:
     """The spans of each turn that is not wholly of one version, in the trajectories of the relation
     `chosen`."""
-    rows = connection.execute(_SPANS).fetchall()
+    rows = connection.read(_SPANS).fetchall()
     return {
         turn_id: [(*policy, *rest) for policy, rest in zip(policies, numbers, strict=True)]
         for turn_id, policies, numbers in rows

@@ -45,7 +45,7 @@ def explain(
         CorruptionError: a file is damaged.
     """
     with connect_at(log, format_cut(cut)) as connection:
-        counted = connection.execute(_APART).fetchall()
+        counted = connection.read(_APART).fetchall()
         mixture = mixture_in(limits)
         which = (config.run, config.recipe)
         references = references_over(connection, log, cut, *which, mixture=mixture, policy=config.policy)

@@ -76,14 +76,14 @@ class Backlog:
         recipe = config.recipe
         with connect_at(log, format_cut(cut)) as connection:
             args = (config.run, recipe, used, mixture, config.policy)
-            self._found = references_over(connection, log, cut, *args)
+            self._references = references_over(connection, log, cut, *args)
             params = {"run": config.run, "splits": sorted(recipe.splits)}
-            running = connection.execute(_OPEN, params).fetchall()
+            running = connection.read(_OPEN, params).fetchall()
             connection.register("used", pa.table({"trajectory_id": pa.array(sorted(used), pa.string())}))
-            self.spent: dict[str, int] = dict(connection.execute(_SPENT).fetchall())
+            self.spent: dict[str, int] = dict(connection.read(_SPENT).fetchall())
         if recipe.paths != "all":
-            self._found = self._found.without_paths_of(history.trained_trajectories())
-        ids = self._found.trajectories
+            self._references = self._references.without_paths_of(history.trained_trajectories())
+        ids = self._references.trajectories
         self._rows = {
             trajectory_id: row for row, trajectory_id in enumerate(ids["trajectory_id"].to_pylist())
         }
@@ -91,13 +91,13 @@ class Backlog:
         begun = sorted([*ended, *((lane, opened, running_id) for running_id, lane, opened in running)])
         self._began = {trajectory_id: place for place, (_, _, trajectory_id) in enumerate(begun)}
         self.opened = {running_id: self._began[running_id] for running_id, _, _ in running}
-        self._materializer = Materializer(log, cut, self._found, config.run, routing=mixture is not None)
+        self._materializer = Materializer(log, cut, self._references, config.run, routing=mixture is not None)
         self._numbers: dict[str, int] = {}
 
     @property
     def lanes(self) -> list[str]:
         """The lanes in which its finished trajectories ended."""
-        lanes: list[str] = self._found.trajectories["finished_lane"].unique().to_pylist()
+        lanes: list[str] = self._references.trajectories["finished_lane"].unique().to_pylist()
         return lanes
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class Backlog:
 
     def ended(self) -> Iterator[Ended]:
         """The finished trajectories in order of ending, those of which something was used first."""
-        references = self._found
+        references = self._references
         ids = references.trajectories.select(["finished_lane", "finished_seq"])
         leaves = references.turns["turn_id"].take(pa.array(references.leaf))
         touched = pc.is_in(leaves, pa.array(sorted(self._used), pa.string())).to_numpy(zero_copy_only=False)
@@ -121,7 +121,7 @@ class Backlog:
             yield self._ended(int(row))
 
     def _ended(self, row: int) -> Ended:
-        references = self._found
+        references = self._references
         trajectory_id, group, status = (
             references.trajectories[name][row].as_py() for name in ("trajectory_id", "group_key", "status")
         )

@@ -115,7 +115,7 @@ def held_out_rewards(
     """
     params = {"run": run, "split": SPLIT, "source": source, "policy": policy, "version": version}
     with connect_at(log, format_cut(cut)) as connection:
-        rows = connection.execute(_REWARDS, params).fetchall()
+        rows = connection.read(_REWARDS, params).fetchall()
     return {trajectory_id: HeldOutReward(*row) for trajectory_id, *row in rows}
 
 

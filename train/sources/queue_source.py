@@ -80,7 +80,7 @@ class QueueSource:
         """Complete ones, in the order in which they completed."""
         self._held: dict[str, None] = {}
         """Those that the next selection will have."""
-        self._of: dict[str, list[CompleteGroup]] = {}
+        self._by_trajectory: dict[str, list[CompleteGroup]] = {}
         """Trajectory -> its group, or the groups of its samples."""
         self._running = Running(self._size, self._share, grouped=self._grouped)
         self._groups: dict[str, dict[str, Begun]] = {}
@@ -358,11 +358,11 @@ class QueueSource:
         """Note what an event tells about the ages of trajectories and about what can be chosen."""
         record = event.record
         trajectory_id = getattr(record, "trajectory_id", None) or ""
-        for used in self._of.get(trajectory_id, ()):
+        for used in self._by_trajectory.get(trajectory_id, ()):
             self._fit.pop(used.name, None)
         if isinstance(record, TrajectoryOpened):
             wanted = event.run == self._config.run and record.split in self._config.recipe.splits
-            if wanted and trajectory_id not in self._of:
+            if wanted and trajectory_id not in self._by_trajectory:
                 group = (record.group or trajectory_id) if self._grouped else None
                 ages = (self._served_before, self._served)
                 self._running.begin(trajectory_id, group, self._place(trajectory_id), ages)
@@ -414,7 +414,7 @@ class QueueSource:
         group = CompleteGroup(f"{self._made}", began, trajectories, leaf, time.monotonic())
         self._complete_groups[group.name] = group
         for trajectory_id in trajectories:
-            self._of.setdefault(trajectory_id, []).append(group)
+            self._by_trajectory.setdefault(trajectory_id, []).append(group)
 
     def _remove(self, group: CompleteGroup) -> None:
         """Forget the trajectories of a group that no other group needs: the log has them."""
@@ -422,9 +422,9 @@ class QueueSource:
         self._held.pop(group.name, None)
         self._fit.pop(group.name, None)
         for trajectory_id in group.trajectories:
-            self._of[trajectory_id].remove(group)
-            if not self._of[trajectory_id]:
-                del self._of[trajectory_id]
+            self._by_trajectory[trajectory_id].remove(group)
+            if not self._by_trajectory[trajectory_id]:
+                del self._by_trajectory[trajectory_id]
                 self._forget(trajectory_id)
 
 
@@ -446,7 +446,7 @@ class Awaited:
     missing: int
     running: int
 
-    def said(self) -> str:
+    def in_words(self) -> str:
         """The same in words."""
         parts = [f"{self.complete} of {self.groups} groups are complete"]
         if self.unrewarded:
@@ -473,7 +473,7 @@ class Patience:
 
     def __init__(self, run: str, idle_s: float, stall_s: float, say: Callable[[str], None]) -> None:
         self._run, self._idle_s, self._stall_s, self._say = run, idle_s, stall_s, say
-        self._said: store.Patience | None = None
+        self._patience: store.Patience | None = None
 
     def check(self, since: float, awaited: Callable[[], Awaited]) -> None:
         """Report, or end the wait, if it is time to.
@@ -489,14 +489,14 @@ class Patience:
             state = awaited()
             raise IdleError(
                 f"no complete batch for {self._idle_s:g} s: are agents finishing trajectories of run "
-                f"{self._run!r}? ({state.said()})"
+                f"{self._run!r}? ({state.in_words()})"
             )
-        if self._said is None or self._said.began != since:
-            self._said = store.Patience(since, min(store.SAY_AFTER_S, self._stall_s), self._stall_s)
-        if self._said.due(time.monotonic()):
+        if self._patience is None or self._patience.began != since:
+            self._patience = store.Patience(since, min(store.SAY_AFTER_S, self._stall_s), self._stall_s)
+        if self._patience.due(time.monotonic()):
             until = store.clock(time.time() + self._idle_s - waited)
             self._say(
-                f"no new group for {waited:.0f} s: {awaited().said()}; waiting until {until} at most "
+                f"no new group for {waited:.0f} s: {awaited().in_words()}; waiting until {until} at most "
                 "(idle_timeout_s)"
             )
 

@@ -58,12 +58,12 @@ class EpochUnits:
     ) -> None:
         # Sorted by name, not by arrival, so that recording the same traffic again gives the same batches.
         mixture = mixture_in(limits)
-        self._found = find_references(log, cut, run, recipe, mixture=mixture, policy=policy)
-        applied = sort_units(self._found, log, cut, run, recipe, algorithm, version, limits)
+        self._references = find_references(log, cut, run, recipe, mixture=mixture, policy=policy)
+        applied = sort_units(self._references, log, cut, run, recipe, algorithm, version, limits)
         self._dropped: Units | None = applied
         self._units = replace(applied, drops=())
         self._recorded = self._by_time() if recipe.order == "recorded" and len(self._units) else None
-        self._samples = Materializer(log, cut, self._found, run, routing=mixture is not None)
+        self._samples = Materializer(log, cut, self._references, run, routing=mixture is not None)
         self._seed, self._size = seed, algorithm.demand.groups
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class EpochUnits:
     def drops(self) -> list[Drop]:
         """The recipe's drops. They can be read once: their columns are freed after that."""
         dropped, self._dropped = self._dropped, None
-        return [] if dropped is None else dropped.named(self._found)
+        return [] if dropped is None else dropped.named(self._references)
 
     def slice(self, number: int) -> npt.NDArray[np.int64]:
         """The units of a slice of the sequence."""
@@ -83,8 +83,8 @@ class EpochUnits:
 
     def leaves(self, number: int) -> list[str]:
         """The leaf turns of a slice's samples, in order."""
-        leaves = self._found.leaf[self._units.units[self.slice(number)].ravel()]
-        named: list[str] = self._found.turns["turn_id"].take(pa.array(leaves)).to_pylist()
+        leaves = self._references.leaf[self._units.units[self.slice(number)].ravel()]
+        named: list[str] = self._references.turns["turn_id"].take(pa.array(leaves)).to_pylist()
         return named
 
     def samples(self, number: int) -> list[Sample]:
@@ -99,8 +99,8 @@ class EpochUnits:
         """The units in the order in which the trajectories of their first samples began, int64 [U]; those of
         one trajectory in the order of their turns."""
         first = self._units.units[:, 0]
-        ids = self._found.trajectories["trajectory_id"].to_numpy()[self._found.trajectory[first]]
-        return np.lexsort((self._found.leaf[first], ids.astype(str)))
+        ids = self._references.trajectories["trajectory_id"].to_numpy()[self._references.trajectory[first]]
+        return np.lexsort((self._references.leaf[first], ids.astype(str)))
 
 
 class EpochSource:

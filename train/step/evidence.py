@@ -27,6 +27,8 @@ SAMPLE_BYTES = 3
 """Of the hash of a sample's part of a stage."""
 TENSOR_BYTES = 6
 """Of the hash of a tensor."""
+BESIDE = {"entropies": "logprobs"}
+"""Values without a stage of their own, which are as exact as the stage that they are computed with."""
 Hashes = npt.NDArray[np.uint8]
 
 

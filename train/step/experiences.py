@@ -1,27 +1,229 @@
-"""The experience of the rollout batch in hand: computed at its first step, and kept for the others."""
+"""The experience of the rollout batch in hand: computed at its first step, and kept for the others.
+
+Scores of a rollout batch, from forward passes alone, by the trainer's and by the reference's
+weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
+import torch
 
-from rollbook.store.events import Json, StepPlanned
-from rollbook.store.fold.history import all_samples
+from rollbook.engines.weights.digests import Tensors
+from rollbook.store import Store
+from rollbook.store.errors import TrainError
+from rollbook.store.events import CheckpointWritten, Json, StepPlanned
+from rollbook.store.fold.history import History, all_samples
+from rollbook.store.safe_paths import place_inside
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.batches.batch import Batch, Partition, build_batch
+from rollbook.train.algorithms.rollouts import Singles
+from rollbook.train.batches.batch import (
+    Batch,
+    MicroBatch,
+    Partition,
+    build_batch,
+    collate_tokens,
+    in_sample_order,
+    micro_batches_of,
+    shares_of,
+    without_experts,
+)
 from rollbook.train.batches.experience import Bools, Experience, Scores, trained_masks
 from rollbook.train.batches.manifest_batch import begins, experience_at
+from rollbook.train.checkpoints.checkpoint import weights_named
 from rollbook.train.clock import timed
-from rollbook.train.ranks.policy import Policy
+from rollbook.train.ranks.policy import Policy, Read
 from rollbook.train.select.routing import Mixture
 from rollbook.train.select.samples import Sample
-from rollbook.train.step.critic import critic_inputs
-from rollbook.train.step.scoring import Pending, References, joined_partition, joined_scores, part_of, score
+from rollbook.train.step.critic import critic_inputs, token_scores
+from rollbook.train.step.predictions import logprobs_of, sample_scores
+from rollbook.train.step.reference import ReferenceProcess
 from rollbook.train.step.step import input_digests
+
+REFERENCE = "algorithm.reference_version"
+
+
+@dataclass(slots=True)
+class References:
+    """Weights of a policy's earlier versions, read when they are first needed; those of the last
+    one are cached.
+
+    Attributes:
+        apart: the process that the reference's forward passes run in; None: that of the policy.
+    """
+
+    log: Store
+    history: History
+    apart: ReferenceProcess | None = None
+    _held: tuple[int, Tensors] | None = field(default=None)
+
+    def weights(self, version: int) -> Tensors:
+        """The weights of a version, as the algorithm's reference.
+
+        Raises:
+            TrainError: there is no checkpoint of it.
+            ModelError: it is damaged.
+        """
+        if self._held is None or self._held[0] != version:
+            self._held = (version, self.read(version))
+        return self._held[1]
+
+    def digest(self, version: int) -> str:
+        """Digest of its weights, as the log has it.
+
+        Raises:
+            TrainError: there is no checkpoint of it.
+        """
+        return self._record(version, REFERENCE).weights_digest
+
+    def _record(self, version: int, what: str) -> CheckpointWritten:
+        checkpoints = [c for c in self.history.checkpoints if c.policy_version == version]
+        if not checkpoints:
+            there = ", ".join(map(str, self.history.held_versions))
+            raise TrainError(
+                f"{what} {version}: run {self.history.run!r} has no checkpoint of that "
+                f"version of policy {self.history.policy!r} (it has: {there or 'none'})"
+                f"{self.history.why_gone(version)}"
+            )
+        return checkpoints[-1]
+
+    def read(self, version: int, what: str = REFERENCE) -> Tensors:
+        """The weights of a version, from its checkpoint.
+
+        Args:
+            what: needs it, for an error message.
+
+        Raises:
+            TrainError: there is no checkpoint of it.
+            ModelError: it is damaged.
+        """
+        record = self._record(version, what)
+        return weights_named(place_inside(self.log.path, record.path), record.weights_digest)
+
+    def logprobs(
+        self, policy: Policy, version: int, micro_batches: Sequence[MicroBatch], parts: Partition
+    ) -> Callable[[], list[torch.Tensor]]:
+        """A function that returns the reference's logprobs of micro-batches, each [B, T - 1].
+
+        Args:
+            policy: in which the reference's weights are put in place, unless the reference has
+                its own process.
+
+        Raises:
+            TrainError, ModelError: as `read`; the function may raise `ModelError` and
+                `RankError`.
+        """
+        if self.apart is not None:
+            record = self._record(version, REFERENCE)
+            path = place_inside(self.log.path, record.path)
+            return self.apart.logprobs(path, record.weights_digest, micro_batches)
+        with policy.using(self.weights(version)):
+            logprobs = policy.forward(micro_batches, logprobs_of, shares_of(parts))
+        return lambda: logprobs
+
+    def close(self) -> None:
+        """End the process of the reference, if it has one."""
+        if self.apart is not None:
+            self.apart.close()
+
+
+Pending = Callable[[], Scores]
+"""Gives scores, of which some may still be computed."""
+
+
+def score(
+    policy: Policy,
+    algorithm: Algorithm,
+    samples: Sequence[Sample],
+    masks: Sequence[Bools],
+    parts: Partition,
+    references: References,
+    critic: Policy | None = None,
+    *,
+    packed: bool,
+    mixture: Mixture | None = None,
+) -> Pending:
+    """The scores that the algorithm needs: by the weights in place, by the reference policy, and by
+    the critic.
+
+    Args:
+        masks: the trained tokens of each sample.
+        parts: the rollout batch's micro-batches: bits depend on how samples are padded or
+            packed.
+        mixture: of the policy, if the weights in place replay the routing that turns record;
+            else None.
+    """
+    collated = [
+        collate_tokens([samples[i] for i in part], [masks[i] for i in part], packed=packed, mixture=mixture)
+        for part in micro_batches_of(parts)
+    ]
+    micro_batches = without_experts(collated)
+    old = pending = values = None
+    if algorithm.reference is not None:  # first, so that one apart computes while these do
+        pending = references.logprobs(policy, algorithm.reference, micro_batches, parts)
+    if "old" in algorithm.needs:
+        old = _joined(policy, collated, parts, logprobs_of)
+    if "values" in algorithm.needs:
+        assert critic is not None
+        values = _joined(critic, micro_batches, parts, token_scores)
+    mean = None
+    if "batch_score" in algorithm.needs:
+        scores = policy.forward(micro_batches, sample_scores, shares_of(parts))
+        mean = float(torch.cat(scores)[:, 0].double().mean())
+
+    def whole() -> Scores:
+        reference = None if pending is None else _ordered(micro_batches, parts, pending())
+        return Scores(old, reference, values, mean)
+
+    return whole
+
+
+def part_of(parts: Partition, start: int, end: int) -> Partition:
+    """The micro-batches of a partition that hold the samples from `start` to `end`, renumbered from
+    0."""
+    return [[[i - start for i in micro] for micro in rank if start <= micro[0] < end] for rank in parts]
+
+
+def joined_partition(parts: Sequence[tuple[int, Partition]]) -> Partition:
+    """The partition of consecutive parts, each given as (samples, partition)."""
+    whole: Partition = [[] for _ in parts[0][1]]
+    start = 0
+    for count, part in parts:
+        for rank, micro_batches in zip(whole, part, strict=True):
+            rank += [[start + i for i in micro] for micro in micro_batches]
+        start += count
+    return whole
+
+
+def joined_scores(parts: Sequence[Scores]) -> Scores:
+    """The scores of consecutive parts of samples."""
+
+    def joined(values: Iterable[Singles | None]) -> Singles | None:
+        there = [array for array in values if array is not None]
+        return np.concatenate(there) if there else None
+
+    return Scores(
+        joined(part.old_logprobs for part in parts),
+        joined(part.reference_logprobs for part in parts),
+        joined(part.values for part in parts),
+        parts[0].batch_score,
+    )
+
+
+def _joined(
+    policy: Policy, micro_batches: Sequence[MicroBatch], parts: Partition, read: Read[torch.Tensor]
+) -> Singles:
+    """The values that `read` gives the trained tokens of all samples, in sample order, float32 [P]."""
+    return _ordered(micro_batches, parts, policy.forward(micro_batches, read, shares_of(parts)))
+
+
+def _ordered(micro_batches: Sequence[MicroBatch], parts: Partition, read: Sequence[torch.Tensor]) -> Singles:
+    return in_sample_order(micro_batches, parts, [values.cpu().numpy() for values in read])
 
 
 class Experiences:

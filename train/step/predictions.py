@@ -32,25 +32,27 @@ class Predictions:
         self._device, packed = logits.device, micro.lengths is not None
         self._mask = self._placed(micro.loss_mask[:, 1:]) if packed else None
         if self._mask is None:
-            self._of = log_distributions(logits, self._placed(micro.temperatures))
+            self._distributions = log_distributions(logits, self._placed(micro.temperatures))
             self._tokens = self._placed(micro.tokens)
         else:
-            self._of = row_distributions(logits, self._placed(micro.temperatures[:, 1:])[self._mask])
+            self._distributions = row_distributions(
+                logits, self._placed(micro.temperatures[:, 1:])[self._mask]
+            )
             self._tokens = self._placed(micro.tokens[:, 1:])[self._mask]
 
     def logprobs(self) -> torch.Tensor:
         """Log-probability of each actual token, [B, T - 1]; of a packed micro-batch 0 where none is
         trained."""
         if self._mask is None:
-            return picked(self._of, self._tokens)
-        return self._spread(self._of.gather(-1, self._tokens.unsqueeze(-1)).squeeze(-1))
+            return picked(self._distributions, self._tokens)
+        return self._spread(self._distributions.gather(-1, self._tokens.unsqueeze(-1)).squeeze(-1))
 
     def entropies(self) -> torch.Tensor:
         """Entropy of each distribution in nats, [B, T - 1]; of a packed micro-batch 0 where no token is
         trained."""
         if self._mask is None:
-            return entropies(self._of)
-        rows = [-(some.exp() * some).sum(-1) for some in self._of.split(ROWS)]
+            return entropies(self._distributions)
+        rows = [-(some.exp() * some).sum(-1) for some in self._distributions.split(ROWS)]
         return self._spread(torch.cat(rows))
 
     def _spread(self, values: torch.Tensor) -> torch.Tensor:

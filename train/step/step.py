@@ -22,6 +22,7 @@ from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm, LossInputs
 from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.parts import check_shape
+from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.batches.batch import Batch, MicroBatch, in_sample_order, micro_batches_of
 from rollbook.train.ranks.kept_digests import digest_of
 from rollbook.train.ranks.policy import Policy
@@ -188,6 +189,8 @@ def _run_policy(
         "weights": weights.digest,
     }
     parts = evidence.of_batch(batch) | _pass_evidence(batch, output_stage, values, losses)
+    if output_stage == "logprobs":
+        parts |= Evidence(values={"entropies": _entropies(batch, micro_losses)})
     parts |= evidence.of_tensors(gradients=gradients, optimizer=policy.optimizer_digest(), weights=weights)
     step_metrics = {
         "loss": float(sum(item.total for item in micro_losses)) / loss_of.divisor,
@@ -226,6 +229,17 @@ def _pass_evidence(
         return evidence.of_tokens(batch, **whole)
     order = np.argsort([i for part in micro_batches_of(batch.partition) for i in part])
     return evidence.of_samples(**{s: np.concatenate(parts)[order] for s, parts in arrays.items()})
+
+
+def _entropies(batch: Batch, micro_losses: Sequence[MicroLoss]) -> Singles:
+    """The entropy, in nats, of the distribution that each trained token is of, float32 [P]."""
+    parts = []
+    for micro, loss in zip(batch.micro_batches, micro_losses, strict=True):
+        mask = micro.loss_mask[:, 1:]
+        whole = np.zeros(mask.shape, np.float32)
+        whole[mask] = torch.cat(loss.seen.entropies).float().numpy()
+        parts.append(whole)
+    return in_sample_order(batch.micro_batches, batch.partition, parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from rollbook.engines.sglang.protocol import release_of
-from rollbook.engines.weights.expected import Expected, Holding, describe_holding
+from rollbook.engines.weights.compare import Expected, Holding, check_layout, describe_holding
 from rollbook.engines.weights.name import read_name, weight_name
 from rollbook.engines.weights.rank_checksums import RankChecksums, ranks_digest
 from rollbook.engines.weights.tensor_checksums import checksum_kind
-from rollbook.engines.weights.tensor_layout import check_layout
 from rollbook.store.errors import EngineError, EngineLostError, ModelError
 from rollbook.store.events import Json, PolicyActivated, Record, SyncFailed, SyncFinished, SyncStarted
 from rollbook.store.ids import new_id

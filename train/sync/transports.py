@@ -2,29 +2,50 @@
 
 A transport sends all of a policy's tensors to each of several paused engines; `Expected` then verifies what
 an engine holds. An engine that fails is left out, and the others continue.
+
+A process group of this process and an engine's ranks for broadcasts, with time-outs on every
+wait.
+
+Every engine has a group of its own. In a single group for all, an engine that dies in the middle
+would take the others along: gloo does not report a closed connection to a receiver halfway
+through a tensor, so it would wait for its own time-out, which SGLang sets to half an hour.
+
+Packs weights into buckets: many tensors in one buffer, so that one call sends them.
+
+Two buffers are enough: one is filled while an engine takes what is in the other.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
-from rollbook.engines.weights.expected import Expected
+from rollbook.engines.weights.compare import Expected
 from rollbook.store.errors import EngineError
-from rollbook.train.config.sync import SyncConfig
-from rollbook.train.sync.broadcast import BroadcastGroup
-from rollbook.train.sync.buckets import Bucket, Buffers, NamedTensor, buckets
+from rollbook.store.events import Json
+from rollbook.store.ids import new_id
+from rollbook.train.config.config import SyncConfig
+from rollbook.train.interface import INTERFACE, interface_towards
+from rollbook.train.ranks.meeting import listening_at
 from rollbook.train.sync.control import EMBEDDED, EngineControl
 from rollbook.train.sync.presence import await_one
-from rollbook.train.sync.shared_memory import payload
+from rollbook.train.sync.shared_memory import payload, shared_bytes
 
+NamedTensor = tuple[str, torch.Tensor]
 Weights = Callable[[], Iterator[NamedTensor]]
 """Gives a policy's tensors by Hugging Face names, one at a time."""
 
@@ -262,3 +283,249 @@ def _fitting(engines: list[EngineControl], wait_s: float) -> str:
         return "disk"
     hosts = {urlsplit(engine.url).hostname for engine in engines}
     return "tensor" if hosts <= {"127.0.0.1", "localhost", "::1"} else "distributed"
+
+
+POLL_S = 0.002
+OUTLIVING_POLL_S = 0.05
+OUTLIVING = "broadcast-end"
+"""Name of the threads that wait for abandoned collectives."""
+
+_ASKING = threading.Lock()
+"""Held by a thread that asks or destroys abandoned collectives, and by nobody else until the process ends.
+
+torch gives the GIL up in there. A thread that comes back for it while the interpreter ends is unwound
+through C++ that allows no unwinding, and the whole process aborts. So the end waits for this lock.
+"""
+atexit.register(_ASKING.acquire)
+
+
+class BroadcastGroup:
+    """A group in which rank 0 is this process, followed by an engine's tensor-parallel ranks.
+
+    Args:
+        ranks: of the engine.
+        device: of the tensors: nccl serves CUDA, gloo the CPU.
+        address: of this host, as the engine reaches it.
+    """
+
+    def __init__(self, ranks: int, device: torch.device, address: str, timeout_s: float) -> None:
+        self.name = f"rollbook-{new_id()[-12:]}"
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.size = 1 + ranks
+        # It listens from here on, at that address alone: nobody else can take the port that is told.
+        self._listener = listening_at(address)
+        self.address, self.port = address, int(self._listener.getsockname()[1])
+        self._timeout_s = timeout_s
+        self._server: Any = None
+        self._group: Any = None
+        self._pending: list[Any] = []
+
+    def join(self, joining: Future[None]) -> None:
+        """Form the group with the engine, which was asked to join.
+
+        Raises:
+            Exception: the engine refused, which ends the wait, or did not join in time.
+        """
+        self._server = self._store(serve=True)
+        with ThreadPoolExecutor(1) as pool:
+            meeting = pool.submit(self._meet, self._store(serve=False))
+            while not meeting.done():
+                if joining.done() and joining.exception():
+                    self._server = None  # closes the rendezvous, which ends the wait
+                    break
+                time.sleep(POLL_S)
+            joining.result()
+            meeting.result()
+
+    def _meet(self, store: Any) -> None:
+        timeout = timedelta(seconds=self._timeout_s)
+        with gloo_at(self.address):
+            self._group = _make_group(self.backend, store, self.size, self.name, timeout)
+
+    def _store(self, *, serve: bool) -> Any:
+        # Not waiting for workers here: this wait could not be ended, while creating the group can.
+        timeout = timedelta(seconds=self._timeout_s)
+        store_class = torch._C._distributed_c10d.TCPStore
+        return store_class(
+            self.address,
+            self.port,
+            self.size,
+            is_master=serve,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach() if serve else None,  # the store closes it
+        )
+
+    def broadcast(self, bucket: Bucket, receiving: Future[None]) -> None:
+        """Broadcast a bucket while the engine receives it. After a failure, call `close`.
+
+        Args:
+            receiving: the running request that makes the engine receive.
+
+        Raises:
+            Exception: the engine's own, or why the broadcast failed.
+        """
+        work = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
+        deadline = time.monotonic() + self._timeout_s
+        late = False
+        while not work.is_completed() and not late:
+            late = time.monotonic() > deadline or (receiving.done() and receiving.exception() is not None)
+            time.sleep(POLL_S)
+        if late:
+            # The memory must outlive a collective that may still read it.
+            self._pending.append((work, bucket.flat))
+            receiving.result()
+            raise EngineError(f"the broadcast of {bucket.names[0]} took more than {self._timeout_s:g} s")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            receiving.result()
+            text = f"the broadcast of {bucket.names[0]} broke off: {str(error)[:200]}"
+            raise EngineError(text) from error
+        receiving.result()
+
+    def close(self) -> None:
+        """Leave the group. Collectives for which the other side waits fail there.
+
+        Collectives on this side end by their own time-out, in a thread of their own.
+        """
+        self._listener.close()
+        group, self._group, self._server = self._group, None, None
+        pending, self._pending = self._pending, []
+        if group is None:
+            return
+        if pending:
+            group.abort()
+        dist.destroy_process_group(group)
+        if pending:
+            held = [group, pending]  # destroyed where it is emptied: nobody else keeps them
+            threading.Thread(target=_outlive, args=(held,), name=OUTLIVING, daemon=True).start()
+
+
+def _outlive(held: list[Any]) -> None:
+    """Keep a group, its collectives and their memory alive until they end, or the process does."""
+    while held:
+        with _ASKING:
+            if all(work.is_completed() for work, _ in held[1]):
+                held.clear()
+        time.sleep(OUTLIVING_POLL_S)
+
+
+def _make_group(backend: str, store: Any, size: int, name: str, timeout: timedelta) -> Any:
+    """A group beside the default one, as SGLang makes its side of it: both must agree on the store's keys."""
+    group, _ = c10d._new_process_group_helper(
+        size,
+        0,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=c10d.GroupName(name),
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+    return group
+
+
+_FORMING = threading.Lock()
+_forming: list[str | None] = []
+"""Of each group that is being formed, the variable as it was before the first of them."""
+
+
+@contextlib.contextmanager
+def gloo_at(address: str) -> Iterator[None]:
+    """A context in which groups are formed at the interface of an address, whatever interface
+    others use. Several threads may be in it at once."""
+    with _FORMING:
+        _forming.append(_forming[0] if _forming else os.environ.get(INTERFACE))
+        if name := interface_towards(address):
+            os.environ[INTERFACE] = name
+    try:
+        yield
+    finally:
+        with _FORMING:
+            before = _forming.pop()
+            if not _forming and before is None:
+                os.environ.pop(INTERFACE, None)
+            elif not _forming:
+                os.environ[INTERFACE] = str(before)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Tensors of one type side by side in `flat`, uint8 [bytes]."""
+
+    flat: torch.Tensor
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+
+    def tensors(self) -> list[NamedTensor]:
+        """The tensors, as views of `flat`."""
+        views: list[NamedTensor] = []
+        start = 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            size = torch.Size(shape).numel() * self.dtype.itemsize
+            views.append((name, self.flat[start : start + size].view(self.dtype).view(shape)))
+            start += size
+        return views
+
+    def described(self) -> Json:
+        """Names, types and shapes, as `/update_weights_from_distributed` takes them."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        shapes = [list(shape) for shape in self.shapes]
+        return {"names": list(self.names), "dtypes": [dtype] * len(self.names), "shapes": shapes}
+
+
+class Buffers:
+    """Two buffers, used alternately.
+
+    Args:
+        size: bytes of each; a tensor that is larger gets a buffer of its own.
+        device: where they are.
+        shared: whether other processes of this host map them.
+    """
+
+    def __init__(self, size: int, device: torch.device, *, shared: bool = False) -> None:
+        self.size, self._device, self._shared = size, device, shared
+        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._turn = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """A buffer of at least `size` bytes. It overwrites the contents of the buffer before the last."""
+        self._turn = 1 - self._turn
+        held = self._buffers[self._turn]
+        if held is None or held.numel() < size:
+            held = (
+                shared_bytes(size)
+                if self._shared
+                else torch.empty(size, dtype=torch.uint8, device=self._device)
+            )
+            self._buffers[self._turn] = held
+        return held
+
+
+def buckets(tensors: Iterable[NamedTensor], buffers: Buffers) -> Iterator[Bucket]:
+    """Pack tensors, in order. A bucket ends where it is full, and where another type begins.
+
+    A bucket's buffer is filled again when the bucket after the next is asked for.
+    """
+    waiting: list[NamedTensor] = []
+    filled = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if waiting and (filled + size > buffers.size or tensor.dtype != waiting[0][1].dtype):
+            yield _packed(waiting, filled, buffers)
+            waiting, filled = [], 0
+        waiting.append((name, tensor))
+        filled += size
+    if waiting:
+        yield _packed(waiting, filled, buffers)
+
+
+def _packed(tensors: list[NamedTensor], size: int, buffers: Buffers) -> Bucket:
+    names = tuple(name for name, _ in tensors)
+    shapes = tuple(tuple(tensor.shape) for _, tensor in tensors)
+    bucket = Bucket(buffers.take(size)[:size], names, tensors[0][1].dtype, shapes)
+    for (_, view), (_, tensor) in zip(bucket.tensors(), tensors, strict=True):
+        view.copy_(tensor)
+    return bucket

@@ -18,8 +18,7 @@ from typing import Any
 
 import orjson
 
-from rollbook.cassettes.asked import ComparedRequest, compared_names, differs
-from rollbook.cassettes.tape import RecordedRequest, Tape
+from rollbook.cassettes.tape import ComparedRequest, RecordedRequest, Tape, compared_names, differs
 from rollbook.ingest.endpoints.api import EarlierTurn
 from rollbook.store.events import Json
 
@@ -107,7 +106,7 @@ class Cassette:
         """
         places = self._places(incoming, named)
         if not places:
-            near = nearest(incoming, list(self._of(named)) or self._requests, self.ignored)
+            near = nearest(incoming, list(self._requests_of(named)) or self._requests, self.ignored)
             self.misses.append(Miss(incoming, near))
             return self.misses[-1]
         agent = named or ""
@@ -121,14 +120,14 @@ class Cassette:
         self._last_tape[agent] = recorded.tape
         return Hit(recorded, min(count + 1, len(places)), len(places), count >= len(places))
 
-    def _of(self, named: str | None) -> Iterator[RecordedRequest]:
+    def _requests_of(self, named: str | None) -> Iterator[RecordedRequest]:
         """The requests of the trajectory that is named, if there is one."""
         return (r for r in self._requests if named and named in (r.tape, r.name))
 
     def _places(self, incoming: ComparedRequest, named: str | None) -> tuple[int, ...]:
         """The places of the recorded requests that equal this one, in the order of their answers."""
         same = [place for place in self._by_digest.get(incoming.digest, ()) if self._is_same(incoming, place)]
-        own = {id(request) for request in self._of(named)}
+        own = {id(request) for request in self._requests_of(named)}
         if own:
             same = [place for place in same if id(self._requests[place]) in own]
         elif named:

@@ -30,6 +30,7 @@ from rollbook.cli.replay.stretch import replay_run, replay_weights
 from rollbook.cli.replay.what_if import what_if
 from rollbook.cli.samples import recipe_diff, samples
 from rollbook.cli.serve import ServeCommand, serve
+from rollbook.cli.service import service_app
 from rollbook.cli.show.command import show
 from rollbook.cli.show.ledger import ledger
 from rollbook.cli.sql import sql
@@ -39,7 +40,7 @@ from rollbook.cli.train.doctor import doctor, preflight
 from rollbook.cli.train.plot import plot
 from rollbook.cli.train.score import score
 from rollbook.cli.train.train import train
-from rollbook.cli.view import view
+from rollbook.cli.view import view_app
 
 app = typer.Typer(
     cls=LiteralGroup,
@@ -61,12 +62,16 @@ app.add_typer(export_app, name="export")
 app.add_typer(lineage_app, name="lineage")
 
 app.command(cls=ServeCommand)(serve)
+app.add_typer(view_app, name="view")
 command: Callable[..., None]
-for command in (sql, view, tail, show, samples, ledger, train, preflight, doctor):
+for command in (sql, tail, show, samples, ledger, train, preflight, doctor):
     app.command()(command)
 app.command("import")(import_)
 app.command("run")(run_online)
-for command in (plot, rollout, score, bench, demo):
+for command in (plot, rollout, score):
+    app.command()(command)
+app.add_typer(service_app, name="service")
+for command in (bench, demo):
     app.command()(command)
 recipe_app.command("diff")(recipe_diff)
 replay_commands: dict[str, Callable[..., None]] = {

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
-from rollbook.cli.options import AsJson, AsOf, Policy, StoreOption
+from rollbook.cli.options import AsJson, AsOf, Policy, StoreOption, group_with
 from rollbook.cli.terminal import print_json, say
 
 if TYPE_CHECKING:
     from rollbook.train.checkpoints.export import ExportedModel
 
 
-class _TrajectoriesUnlessNamed(TyperGroup):
-    """A group of commands that means `trajectories` where options alone are given."""
-
-    def named(self, args: list[str]) -> list[str]:
-        """The arguments, with the command's name before them."""
-        options = args and args[0].startswith("-") and args[0] != "--help"
-        return ["trajectories", *args] if options else args
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As any group of commands, of the arguments with the command's name."""
-        parsed: list[str] = super().parse_args(ctx, self.named(args))
-        return parsed
-
-
 export_app = typer.Typer(
-    cls=_TrajectoriesUnlessNamed,
+    cls=group_with("trajectories"),
     no_args_is_help=True,
     help="Write what the store holds to files for others: trajectories, a model, or its adapter.\n\n"
     "Options alone are those of trajectories: rollbook export --to out --format jsonl.",

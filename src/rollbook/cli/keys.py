@@ -27,6 +27,9 @@ def add(
     expires: Annotated[
         str | None, typer.Option(help="From when on it opens nothing: 2027-01-01, or a time with its zone.")
     ] = None,
+    prefix: Annotated[
+        str, typer.Option(help="What the key begins with: tml- for clients of `rollbook service`.")
+    ] = "",
 ) -> None:
     """Make a new random key, print it this once, and add its hash to the file. A running proxy sees it.
 
@@ -36,7 +39,7 @@ def add(
     """
     from rollbook.edge.keys import add_key, expiry_of
 
-    key = add_key(file, name, role, expiry_of(expires) if expires else None)
+    key = add_key(file, name, role, expiry_of(expires) if expires else None, prefix)
     print(f"added {name}, a {role}'s, to {file}; its key is shown this once:", file=sys.stderr)
     print(key)
 

@@ -76,6 +76,32 @@ def make_literal(command: Any) -> None:
         make_literal(below)
 
 
+def group_with(default: str, *, words: bool = False) -> type[TyperGroup]:
+    """A group of commands that means one of them where options alone are given, or nothing.
+
+    Args:
+        words: also where the first word is no command: it is that one's argument.
+    """
+
+    class WithDefault(TyperGroup):
+        """Such a group."""
+
+        def named(self, args: list[str]) -> list[str]:
+            """The arguments, with the command's name before them."""
+            if not args:
+                return args if self.no_args_is_help else [default]
+            options = args[0].startswith("-") and args[0] != "--help"
+            unknown = words and not args[0].startswith("-") and args[0] not in self.commands
+            return [default, *args] if options or unknown else args
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            """As any group of commands, of the arguments with the command's name."""
+            parsed: list[str] = super().parse_args(ctx, self.named(args))
+            return parsed
+
+    return WithDefault
+
+
 class LiteralGroup(TyperGroup):
     """The command that all others stand below: it makes the help of all of them literal, once."""
 

@@ -14,7 +14,7 @@ from rollbook.transcript.text import visible
 
 if TYPE_CHECKING:
     from rollbook.store.log.store import Store
-    from rollbook.train.batches.recipe_result import Applied
+    from rollbook.train.batches.units import Applied
     from rollbook.train.config.files import NamedRecipe
     from rollbook.train.select.sample_ref import SampleRef
     from rollbook.train.select.samples import Sample
@@ -81,8 +81,8 @@ def recipe_diff(
     from rollbook.train.config.files import load_recipe
 
     log, named = open_store(store), (load_recipe(a), load_recipe(b))
-    (first, where), (second, _) = (_applied(log, one, as_of, run) for one in named)
-    kept = [{ref.leaf_turn_id: ref for ref in one.kept} for one in (first, second)]
+    (first, where), (second, _) = (_applied(log, recipe, as_of, run) for recipe in named)
+    kept = [{ref.leaf_turn_id: ref for ref in applied.kept} for applied in (first, second)]
     only = [[ref for leaf, ref in mine.items() if leaf not in other] for mine, other in (kept, kept[::-1])]
     both = [ref for leaf, ref in kept[0].items() if leaf in kept[1]]
     reasons = [_reasons(refs, other) for refs, other in zip(only, (second, first), strict=True)]
@@ -98,11 +98,11 @@ def recipe_diff(
         return
     table = table_of("kept by", ">samples", ">trained tokens", "the other drops them by")
     table.add_row("both", str(len(both)), str(sum(ref.trained for ref in both)), "")
-    for one, refs, why in zip(named, only, reasons, strict=True):
+    for recipe, refs, why in zip(named, only, reasons, strict=True):
         rules = sorted(set(why.values()))
-        told = ", ".join(f"{rule} ({list(why.values()).count(rule)})" for rule in rules)
+        counts = ", ".join(f"{rule} ({list(why.values()).count(rule)})" for rule in rules)
         table.add_row(
-            f"{visible(one.name)} alone", str(len(refs)), str(sum(ref.trained for ref in refs)), told
+            f"{visible(recipe.name)} alone", str(len(refs)), str(sum(ref.trained for ref in refs)), counts
         )
     Console().print(table)
 
@@ -160,7 +160,7 @@ def _applied(log: Store, named: NamedRecipe, as_of: str, run: str | None) -> tup
     """What a recipe makes of a run's samples, and where: run, cut, version."""
     from rollbook.cli.runs import cut_of, only_run
     from rollbook.store import format_cut
-    from rollbook.train.batches.recipe_result import apply_recipe
+    from rollbook.train.batches.units import apply_recipe
     from rollbook.train.doctor.check import limits_of
 
     config = named.config

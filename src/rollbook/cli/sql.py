@@ -51,6 +51,8 @@ def sql(
     with querying(connection):
         if not duckdb.extract_statements(query):
             raise QueryError("the query is empty: write e.g. select * from trajectories")
+        if sys.stdout.isatty():
+            connection.execute("SET enable_progress_bar = true")
         result = connection.execute(query)
         names = [column[0] for column in result.description or ()]
         rows = result.fetchall()

@@ -31,7 +31,7 @@ SILENCE_S = 45.0
 LONGEST_PAUSE_S = 2.0
 
 
-class HttpTail:
+class HttpTail(contextlib.AbstractContextManager["HttpTail"]):
     """`Store.tail` over HTTP: `poll`, `wait`, `cut`, and the same events bit for bit.
 
     Args:
@@ -141,9 +141,6 @@ class HttpTail:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self._thread.join(5)
-
-    def __enter__(self) -> HttpTail:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

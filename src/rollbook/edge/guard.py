@@ -23,16 +23,22 @@ from rollbook.edge.keys import (
     key_name,
     sent_key,
     trajectory_key,
+    typed_key,
 )
 from rollbook.edge.web_pages import AllowedHosts, WebPages, is_loopback, shown_origins
 from rollbook.store.errors import RequestError
 
 CALLER = "rollbook.caller"
 """The key under which a request's scope holds its caller."""
+CALLER_HEADER = "x-rollbook-caller"
+"""Of a request that a proxy has admitted and passes on to a process of its own: the caller's role and, behind
+a space, the name of its key."""
 _PASSED_ON = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 """Headers that another proxy adds: then the sender is not the one who connected."""
 
 
+ASK_USER = 'Basic realm="Rollbook: any name, and an API key as the password", charset="UTF-8"'
+"""Has a browser ask its user for a key."""
 NOBODY = Caller(None, Role.trajectory)
 """The caller without a valid key, on routes that are open."""
 
@@ -77,8 +83,9 @@ class Guard:
             check_local(rule, headers, peer)
             sent = sent_key(headers)
             return Caller(None, Role.operator, None if key_name(sent) is None else sent)
+        sent = sent_key(headers) or (typed_key(headers) if rule.browser else None)
         try:
-            caller = self._caller(sent_key(headers), self.secret)
+            caller = self._caller(sent, self.secret)
             check_role(caller, rule, method, path)
         except RequestError:
             if rule.open:
@@ -108,7 +115,7 @@ def check_local(rule: Rule, headers: Mapping[str, str], peer: str) -> None:
     if not rule.local:
         return
     if not is_loopback(peer) or any(name in headers for name in _PASSED_ON):
-        text = "without keys /engine is for this host only: start `rollbook serve` with --keys, and "
+        text = "without keys this is for this host only: start the server with --keys, and "
         raise RequestError(403, "loopback_only", text + "send an operator's")
 
 
@@ -131,7 +138,10 @@ class Guarded:
             scope[CALLER] = self._guard.admitted(scope["method"], path, Headers(scope=scope), peer)
         except RequestError as error:
             self._refused(error)
-            await error_reply(path, error, self._form)(scope, receive, send)
+            reply = error_reply(path, error, self._form)
+            if error.status == 401 and self._guard.rules.of(scope["method"], path).browser:
+                reply.headers["www-authenticate"] = ASK_USER
+            await reply(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -19,6 +19,7 @@ can make.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import fcntl
 import hashlib
@@ -80,6 +81,7 @@ class Rule:
         path: as the application writes it; the first rule that fits a path counts.
         open: it answers without a key too.
         local: without keys it is for this host alone.
+        browser: a browser may ask its user for the key.
     """
 
     method: str
@@ -87,6 +89,7 @@ class Rule:
     roles: frozenset[Role]
     open: bool = False
     local: bool = False
+    browser: bool = False
 
 
 ANY = "*"
@@ -153,6 +156,17 @@ def sent_key(headers: Mapping[str, str]) -> str | None:
     return headers.get("x-api-key")
 
 
+def typed_key(headers: Mapping[str, str]) -> str | None:
+    """The API key that a browser's user typed as a password (RFC 7617), if there is one."""
+    scheme, _, encoded = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "basic":
+        return None
+    try:
+        return base64.b64decode(encoded, validate=True).decode().partition(":")[2] or None
+    except ValueError:
+        return None
+
+
 def key_name(key: str | None) -> str | None:
     """The trajectory that an API key names, or None."""
     if key is None or not key.startswith(KEY_PREFIX):
@@ -191,6 +205,7 @@ LOOK_S = 1.0
 ROLES = tuple(role for role in Role if role is not Role.trajectory)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_PREFIX = re.compile(r"[A-Za-z0-9._-]{0,32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _PRINTABLE = re.compile(r"[!-~]+")
 _FIELDS = {"name", "role", "sha256", "expires"}
@@ -469,14 +484,19 @@ MADE = "rollbook-"
 """Prefix of keys made here, so that scanners for leaked secrets recognise them."""
 
 
-def add_key(file: Path, name: str, role: str, expires: datetime | None) -> str:
+def add_key(file: Path, name: str, role: str, expires: datetime | None, prefix: str = "") -> str:
     """Make a key and add its hash to a file, which is created if missing; the key, shown only this once.
+
+    Args:
+        prefix: what it begins with, where a client asks for that.
 
     Raises:
         ConfigError: the name is taken or invalid, the role is invalid, or the file cannot be
             used; it is unchanged.
     """
-    key = MADE + secrets.token_urlsafe(32)
+    if _PREFIX.fullmatch(prefix) is None:
+        raise ConfigError(f"--prefix {prefix!r}: use letters, digits, '.', '_' and '-', at most 32")
+    key = prefix + MADE + secrets.token_urlsafe(32)
     lines = [
         "[[key]]",
         f'name = "{checked_name(name, "--name")}"',

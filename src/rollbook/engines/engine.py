@@ -17,8 +17,10 @@ class Sampling:
     """How to sample, in SGLang's and vLLM's terms. `temperature` 0 is greedy.
 
     `seed` decides every draw of this request. `top_k` -1 keeps all tokens. `stop` strings end a turn; the
-    ids keep the token that completed one. `constraint` masks the logits: one of `json_schema`, `json_object`,
-    `regex` or `ebnf`, with its value; logprobs are then of the masked distribution.
+    ids keep the token that completed one. `stop_ids` are the tokens that do, which the ids keep too; None:
+    those of the model. `constraint` masks the logits: one of `json_schema`, `json_object`,
+    `regex` or `ebnf`, with its value; logprobs are then of the masked distribution. `top` is how many of the
+    likeliest tokens are wanted in each place.
     """
 
     max_new_tokens: int
@@ -34,6 +36,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     logit_bias: Json | None = None
     constraint: Json | None = None
+    stop_ids: tuple[int, ...] | None = None
+    top: int = 0
 
     def as_json(self) -> Json:
         """The form recorded with the turn: the first three, and every other field that differs from
@@ -41,7 +45,7 @@ class Sampling:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {f.name for f in fields(self) if values[f.name] != f.default}
         always = {"max_new_tokens", "temperature", "seed"}
-        return {k: list(v) if k == "stop" else v for k, v in values.items() if k in changed | always}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if k in changed | always}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +57,7 @@ class Prompt:
         trajectory_id: requests of one trajectory share prefixes, so an engine may keep them together.
         images: data URLs or links, in the order of their places in the messages.
         known_tokens: of `ids`, those of the parent's prompt and completion; 0 for a root.
+        adapter: name of the low-rank adapter to sample with, one that the engine holds; "": of none.
     """
 
     ids: TokenIds
@@ -62,6 +67,20 @@ class Prompt:
     trajectory_id: str = ""
     images: tuple[str, ...] = ()
     known_tokens: int = 0
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopTokens:
+    """The likeliest tokens at each position, the likeliest first.
+
+    Attributes:
+        ids: [positions, k].
+        logprobs: [positions, k]; NaN: there is no token in this place.
+    """
+
+    ids: TokenIds
+    logprobs: Logprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +88,8 @@ class Generation:
     """An engine's answer. `finish_reason` is stop, length or abort; spans cover the completion.
 
     `routed_experts` are packed as in the log, from the first position whose experts the parent's
-    do not hold.
+    do not hold. `top` has the likeliest tokens in the place of each, where they were asked for and the engine
+    tells them.
     """
 
     completion_ids: TokenIds
@@ -79,6 +99,20 @@ class Generation:
     logprob_semantics: Json
     timings: Json = field(default_factory=dict)
     routed_experts: Json = field(default_factory=dict)
+    top: TopTokens | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """Logprobs of given tokens behind those before them.
+
+    Attributes:
+        logprobs: [tokens]; the first is NaN, as nothing stands before it.
+        top: the likeliest in the place of each, where they were asked for.
+    """
+
+    logprobs: Logprobs
+    top: TopTokens | None = None
 
 
 Activated = Callable[[int, str, Path], Awaitable[None]]
@@ -130,3 +164,33 @@ class Engine(Protocol):
 
     def control(self) -> APIRouter | None:
         """Routes that control it, served under `/engine`."""
+
+
+class ServesAdapters(Engine, Protocol):
+    """An engine that samples with low-rank adapters beside its weights, many at once."""
+
+    vocabulary: int
+    context_length: int
+
+    async def load_adapter(self, name: str, folder: Path, digest: str) -> None:
+        """Hold an adapter from here on; one that it holds by this name is left as it is.
+
+        Args:
+            folder: with PEFT's files.
+            digest: of the factors (`engines.weights.digests`), to which those in memory are compared.
+
+        Raises:
+            EngineError: it cannot be read or does not fit the model, or is another than the digest says.
+        """
+
+    async def unload_adapter(self, name: str) -> None:
+        """Hold an adapter no more; no request uses it."""
+
+    async def score(self, ids: TokenIds, adapter: str, temperature: float, top: int) -> Scores:
+        """The logprobs of tokens, by softmax(logits / temperature), and of the `top` likeliest.
+
+        One whose `Generation.top` has the likeliest need know no other temperature than 1.
+
+        Raises:
+            EngineError: the engine failed.
+        """

@@ -15,6 +15,10 @@ from rollbook.store.fold.versions import Origin
 MANIFEST = "rollbook.json"
 """What a checkpoint, or a model that was exported, says of itself."""
 
+PEFT_WEIGHTS = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
+"""The files of a low-rank adapter."""
+
 LARGEST = {
     "tokenizer.json": 512 << 20,
     "model.safetensors.index.json": 256 << 20,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 from rollbook.lineage.records import Engine, Evaluation, Place, Sync, Version
@@ -134,17 +135,19 @@ def _marked(versions: dict[int, Version]) -> dict[int, Version]:
 
 
 class Lines:
-    """The lines of policies, each read once."""
+    """The lines of policies, each read once.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._read: dict[tuple[str, str], Line] = {}
+    Args:
+        read: gives the line of a policy in a run.
+    """
 
-    def line(self, run: str, policy: str) -> Line:
-        """The line of a policy in a run."""
-        if (run, policy) not in self._read:
-            self._read[run, policy] = read_line(self._connection, run, policy)
-        return self._read[run, policy]
+    def __init__(self, read: Callable[[str, str], Line]) -> None:
+        self.line = cache(read)
+
+    @classmethod
+    def over(cls, connection: Connection) -> Lines:
+        """Those of a connection's log."""
+        return cls(partial(read_line, connection))
 
     def version(self, run: str, policy: str, number: int) -> Version:
         """One version."""

@@ -155,20 +155,25 @@ class RewardGiven:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """An attempt at a step that consumed a sample.
-
-    Attributes:
-        status: planned, committed, failed or abandoned; only a committed attempt trained on it.
-        position, rank, micro_batch: where it lay in the batch, each from 0.
-        trained_tokens: with loss, as the attempt had the sample; null where they were erased since.
-    """
+class StepAttempt:
+    """An attempt at a step: planned, committed, failed or abandoned; only a committed one trained."""
 
     run: str
     policy: str
     step: int
     attempt: int
     status: str
+
+
+@dataclass(frozen=True, slots=True)
+class Use(StepAttempt):
+    """An attempt at a step that consumed a sample.
+
+    Attributes:
+        position, rank, micro_batch: where it lay in the batch, each from 0.
+        trained_tokens: with loss, as the attempt had the sample; null where they were erased since.
+    """
+
     leaf_turn_id: str
     position: int
     rank: int
@@ -179,14 +184,9 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardComparison:
+class RewardComparison(StepAttempt):
     """An attempt at a step whose samples were compared with a trajectory's reward, without training on it."""
 
-    run: str
-    policy: str
-    step: int
-    attempt: int
-    status: str
     reward: float | None
 
 
@@ -258,7 +258,7 @@ class TokenLineage:
         text: null without a tokenizer.
         logprob: natural; null where the engine gave none.
         version: that sampled it; null where the engine named none.
-        share: the term of the ledger of the tokens of its turn and version.
+        share: the term of the ledger of the tokens of its turn and version; null where it was not read.
         reached: whether a committed step trained on it.
     """
 

@@ -20,7 +20,7 @@ from rollbook.lineage.records import (
     StepLineage,
     StepSample,
 )
-from rollbook.lineage.uses import places_of
+from rollbook.lineage.trajectories import places_of
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json
 from rollbook.store.sealed.projections import ONE_VERSION
@@ -124,7 +124,7 @@ def step_lineage(connection: Connection, step: int, run: str | None, policy: str
     )
     final = next((attempt for attempt in attempts[::-1] if attempt.output_version is not None), attempts[-1])
     manifest = orjson.loads(final.manifest)
-    lines = Lines(connection)
+    lines = Lines.over(connection)
     line = lines.line(run, policy)
     samples, sampled_by = _batch(connection, manifest, lines)
     output = None if final.output_version is None else line.version(final.output_version)
@@ -159,7 +159,7 @@ def policy_lineage(connection: Connection, version: int, run: str | None, policy
     runs = [name for (name,) in connection.execute(_VERSIONS, parameters).fetchall()]
     what = f"version {version} of policy {policy!r}"
     run = _only(runs, what, run, "select run, policy, policy_version from policies")
-    line = Lines(connection).line(run, policy)
+    line = Lines.over(connection).line(run, policy)
     return PolicyLineage(
         version=line.version(version),
         back=line.back(version),

@@ -1,10 +1,15 @@
-"""The lineage of a trajectory, of one of its samples, or of one sampled token."""
+"""The lineage of a trajectory, of one of its samples, or of one sampled token.
+
+What attempts at steps did with the samples of a trajectory, read from their manifests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
 
 from rollbook.lineage.line import Lines
 from rollbook.lineage.records import (
@@ -13,16 +18,18 @@ from rollbook.lineage.records import (
     RewardComparison,
     RewardGiven,
     Share,
+    StepAttempt,
     TokenLineage,
     TokenUse,
     TrajectoryLineage,
     TurnOrigin,
+    Use,
 )
-from rollbook.lineage.uses import Consumed, compared_by, consumed_by, read_drops, read_naming
-from rollbook.store.cut import Cut, holds
+from rollbook.store.cut import Cut, holds, parse_cut
 from rollbook.store.errors import CutError, ReplayError
 from rollbook.store.events import (
     Event,
+    Json,
     RewardAssigned,
     TrajectoryAdopted,
     TrajectoryOpened,
@@ -35,7 +42,7 @@ from rollbook.store.fold.trajectory import Trajectory, Turn, fold
 from rollbook.store.log.store import Store
 from rollbook.store.sql.ledger_view import shares
 from rollbook.store.sql.sandbox import Connection
-from rollbook.train.select.samples import Sample
+from rollbook.train.select.samples import Sample, samples_of
 
 _SHARES = f"""
     SELECT turn_id, policy, policy_version, tokens, term, rule FROM ({shares("trajectory_id = $id")})
@@ -55,19 +62,26 @@ class TrajectorySnapshot:
 
 
 def trajectory_lineage(
-    log: Store, connection: Connection, cut: Cut, trajectory_id: str, leaf_turn_id: str | None = None
+    log: Store,
+    connection: Connection,
+    cut: Cut,
+    trajectory_id: str,
+    leaf_turn_id: str | None = None,
+    lines: Lines | None = None,
+    shares: bool = True,
 ) -> TrajectoryLineage:
     """Where a trajectory comes from and what it led to; of one sample of it, if its leaf is named.
 
     Args:
         connection: over the store at the cut.
+        lines: at the cut, if at hand; shares: whether to read its part of the ledger, which takes longest.
 
     Raises:
         CutError: the trajectory's opening is not in the cut.
         ReplayError: the turn is no leaf, and no step consumed or dropped a sample by its name.
         CorruptionError: a file that may hold the trajectory is damaged.
     """
-    snapshot = read_snapshot(log, connection, cut, trajectory_id)
+    snapshot = read_snapshot(log, connection, cut, trajectory_id, shares=shares)
     turns, drops = tuple(snapshot.turns.values()), snapshot.drops
     uses = tuple(consumed.use for consumed in snapshot.consumed)
     if leaf_turn_id is not None:
@@ -76,7 +90,7 @@ def trajectory_lineage(
         turns = tuple(turn for turn in turns if turn.turn_id in path)
         uses = tuple(use for use in uses if use.leaf_turn_id == leaf_turn_id)
         drops = tuple(drop for drop in drops if drop.leaf_turn_id == leaf_turn_id)
-    lines = Lines(connection)
+    lines = lines or Lines.over(connection)
     sampled = {(share.policy, share.version) for turn in turns for share in turn.shares}
     run, opened, finished = snapshot.trajectory.run, snapshot.trajectory.opened, snapshot.trajectory.finished
     outputs = {(use.run, use.policy, use.output_version) for use in uses if use.status == "committed"}
@@ -99,8 +113,13 @@ def trajectory_lineage(
     )
 
 
-def read_snapshot(log: Store, connection: Connection, cut: Cut, trajectory_id: str) -> TrajectorySnapshot:
+def read_snapshot(
+    log: Store, connection: Connection, cut: Cut, trajectory_id: str, *, shares: bool
+) -> TrajectorySnapshot:
     """A trajectory as the log has it; reads only what holds its events, and the manifests that name it.
+
+    Args:
+        shares: whether to read where its tokens went in the ledger.
 
     Raises:
         CutError: its opening is not in the cut.
@@ -110,7 +129,7 @@ def read_snapshot(log: Store, connection: Connection, cut: Cut, trajectory_id: s
     trajectory = fold(events).get(trajectory_id)
     if trajectory is None:
         raise CutError("the cut holds events of the trajectory, but not its opening: take a later one")
-    rows = connection.execute(_SHARES, {"id": trajectory_id}).fetchall()
+    rows = connection.execute(_SHARES, {"id": trajectory_id}).fetchall() if shares else ()
     named = read_naming(connection, trajectory_id)
     return TrajectorySnapshot(
         trajectory,
@@ -164,6 +183,9 @@ def _turns(
                 requested[turn_id] = Place(event.lane, event.seq, event.event_id)
             case TurnCompleted(turn_id=turn_id) | TurnFailed(turn_id=turn_id):
                 answered[turn_id] = Place(event.lane, event.seq, event.event_id)
+    by_turn: dict[str | None, list[tuple[Any, ...]]] = {}
+    for row in rows:
+        by_turn.setdefault(row[0], []).append(row)
     return {
         turn_id: TurnOrigin(
             turn_id=turn_id,
@@ -174,21 +196,22 @@ def _turns(
             answered=answered.get(turn_id),
             status="completed" if turn.completed else "failed" if turn.failed else "running",
             delivered=turn.delivered,
-            shares=_shares(turn, rows),
+            shares=_shares(turn, [*by_turn.get(turn_id, ()), *by_turn.get(None, ())]),
         )
         for turn_id, turn in trajectory.turns.items()
     }
 
 
 def _shares(turn: Turn, rows: Sequence[tuple[Any, ...]]) -> tuple[Share, ...]:
+    """Where the tokens of a turn went, by the rows about it and about all turns."""
     done = turn.completed
     if done is None:
         return ()
     result = []
     for turn_id, policy, version, tokens, term, rule in rows:
-        if turn_id == turn.turn_id:
+        if turn_id is not None:
             result.append(Share(policy, version, tokens, term, rule))
-        elif turn_id is None and (policy, version) == (done.policy, done.policy_version):
+        elif (policy, version) == (done.policy, done.policy_version):
             # Of a trajectory of one path: the row is of all its turns by this version.
             result.append(Share(policy, version, len(done.completion_ids), term, rule))
     return tuple(result)
@@ -230,20 +253,27 @@ _TEXT = "SELECT token_text($run, $token::INTEGER)"
 
 
 def token_lineage(
-    log: Store, connection: Connection, cut: Cut, trajectory_id: str, turn_id: str | None, index: int
+    log: Store,
+    connection: Connection,
+    cut: Cut,
+    trajectory_id: str,
+    turn_id: str | None,
+    index: int,
+    lines: Lines | None = None,
+    shares: bool = True,
 ) -> TokenLineage:
     """Where a sampled token comes from, and which steps trained on it.
 
     Args:
-        turn_id: the token's turn, with `index` its place in the completion; without a turn, `index` is
-            its place among all sampled tokens of the trajectory, turns in order. Both count from 0.
+        turn_id: the token's turn, with `index` its place in the completion, from 0; without a turn, its place
+            among all sampled tokens, turns in order. `lines` and `shares` are as of `trajectory_lineage`.
 
     Raises:
         CutError: the trajectory's opening is not in the cut.
         ReplayError: the turn sampled no such token.
         CorruptionError: a file that may hold the trajectory is damaged.
     """
-    snapshot = read_snapshot(log, connection, cut, trajectory_id)
+    snapshot = read_snapshot(log, connection, cut, trajectory_id, shares=shares)
     turn, index = _find_token(snapshot.trajectory, turn_id, index)
     done, origin = turn.completed, snapshot.turns[turn.turn_id]
     assert done is not None
@@ -253,7 +283,7 @@ def token_lineage(
     token_id = int(done.completion_ids[index])
     [(text,)] = connection.execute(_TEXT, {"run": snapshot.trajectory.run, "token": token_id}).fetchall()
     uses = [_token_use(use, turn.turn_id, index) for use in snapshot.consumed]
-    versions = Lines(connection).versions([(snapshot.trajectory.run, policy, number)])
+    versions = (lines or Lines.over(connection)).versions([(snapshot.trajectory.run, policy, number)])
     return TokenLineage(
         run=snapshot.trajectory.run,
         trajectory_id=trajectory_id,
@@ -312,3 +342,103 @@ def why_untrained(turn: Turn, sample: Sample) -> str:
         return UNDELIVERED
     altered = turn.completed is not None and turn.completed.logprob_semantics.get("altered")
     return ALTERED if altered else OTHER_SAMPLE
+
+
+_NAMING = """
+    SELECT run, policy, step, attempt, status, policy_version, output_version, manifest FROM steps
+    WHERE contains(manifest, $named) ORDER BY run, policy, step, attempt"""
+"""Manifests that name a trajectory. They are JSON without spaces, so that its id is there between quotes."""
+_DROPS = """
+    SELECT run, policy, step, attempt, steps.status, turn_id, rule, detail
+    FROM (SELECT * FROM drops WHERE trajectory_id = $id)
+    LEFT JOIN (SELECT run, policy, step, attempt, status FROM steps) steps USING (run, policy, step, attempt)
+    ORDER BY run, policy, step, attempt, turn_id"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Consumed:
+    """A use of a sample, the cut that its step was planned at, and the sample as the step had it.
+
+    Attributes:
+        sample, trajectory: null where the log does not hold it at that cut any more.
+    """
+
+    use: Use
+    cut: Cut
+    trajectory: Trajectory | None
+    sample: Sample | None
+
+
+@dataclass(frozen=True, slots=True)
+class NamingAttempt(StepAttempt):
+    """A manifest that names a trajectory, and the columns of its attempt."""
+
+    input_version: int
+    output_version: int | None
+    manifest: Json
+
+
+def read_naming(connection: Connection, trajectory_id: str) -> list[NamingAttempt]:
+    """The attempts whose manifests name a trajectory."""
+    named = orjson.dumps(trajectory_id).decode()
+    rows: list[tuple[Any, ...]] = connection.execute(_NAMING, {"named": named}).fetchall()
+    return [NamingAttempt(*(*row[:-1], orjson.loads(row[-1]))) for row in rows]
+
+
+def consumed_by(attempt: NamingAttempt, trajectory_id: str, events: Sequence[Event]) -> Iterator[Consumed]:
+    """The samples of a trajectory that an attempt consumed, each made again from the trajectory's events.
+
+    Pure. It is what the trainer does: the events of the manifest's cut, the recipe's paths and rewards.
+    """
+    refs = [
+        (position, ref)
+        for position, ref in enumerate(attempt.manifest["samples"])
+        if ref["trajectory_id"] == trajectory_id
+    ]
+    if not refs:
+        return
+    cut = parse_cut(attempt.manifest["cut"])
+    held = [event for event in events if holds(cut, event.lane, event.seq)]
+    trajectory = fold(held).get(trajectory_id)
+    recipe = attempt.manifest["recipe"]
+    paths, source = recipe.get("paths", "all"), recipe.get("reward_source", "agent")
+    samples = [] if trajectory is None else samples_of(trajectory, source, paths)
+    by_leaf = {sample.leaf_turn_id: sample for sample in samples}
+    places = places_of(attempt.manifest["partition"])
+    for position, ref in refs:
+        sample = by_leaf.get(ref["turn_id"])
+        if sample is not None and "tokens" in ref:
+            sample = sample.within(ref["tokens"])
+        known = sample is not None and not sample.erased
+        use = Use(
+            *(attempt.run, attempt.policy, attempt.step, attempt.attempt, attempt.status, ref["turn_id"]),
+            *(position, *places.get(position, (0, 0)), attempt.input_version, attempt.output_version),
+            sample.trained if sample is not None and known else None,
+        )
+        yield Consumed(use, cut, trajectory, sample)
+
+
+def places_of(partition: Sequence[Sequence[Sequence[int]]]) -> dict[int, tuple[int, int]]:
+    """Position in the batch -> (rank, micro-batch) that it was given to."""
+    return {
+        position: (rank, number)
+        for rank, micro_batches in enumerate(partition)
+        for number, positions in enumerate(micro_batches)
+        for position in positions
+    }
+
+
+def compared_by(attempt: NamingAttempt, trajectory_id: str) -> Iterator[RewardComparison]:
+    """The comparison of an attempt's samples with a trajectory that it did not train on, if there was one."""
+    for other in attempt.manifest.get("others") or ():
+        if other["trajectory_id"] == trajectory_id:
+            yield RewardComparison(
+                *(attempt.run, attempt.policy, attempt.step, attempt.attempt, attempt.status),
+                other.get("reward"),
+            )
+
+
+def read_drops(connection: Connection, trajectory_id: str) -> tuple[Drop, ...]:
+    """The samples of a trajectory that rules kept out of attempts."""
+    rows: list[tuple[Any, ...]] = connection.execute(_DROPS, {"id": trajectory_id}).fetchall()
+    return tuple(Drop(*(*row[:-1], orjson.loads(row[-1] or "{}"))) for row in rows)

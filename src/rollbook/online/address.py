@@ -116,7 +116,7 @@ def _owner_at(url: str) -> ProxyIdentity | None:
     with contextlib.suppress(httpx.HTTPError, ValueError):
         health = httpx.get(f"{url}/healthz", headers=headers, timeout=ANSWER_S).json()
         if isinstance(health, dict) and "status" in health:
-            return ProxyIdentity.said(health)
+            return ProxyIdentity.of_health(health)
     return None
 
 

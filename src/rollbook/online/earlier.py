@@ -1,6 +1,7 @@
 """What starts of a run leave on this host, and how it is ended: the mark of all that a start begins,
 the guard that ends what outlives it, and what an earlier start left running, found by the locks it
-holds."""
+holds.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from rollbook import store
 from rollbook.online import guard
 from rollbook.online.config import WholeConfig
 from rollbook.online.guard import GRACE_S, INSIST_S, end_all, marked
+from rollbook.rollouts.launchers.cgroups import start_of
 from rollbook.rollouts.launchers.isolation import interpreter
-from rollbook.rollouts.launchers.leaks import command_of, start_of
+from rollbook.rollouts.launchers.reaper import command_of
 from rollbook.rollouts.manager import lock_of
 from rollbook.store.errors import LaneLockedError
 from rollbook.store.patience import SAY_AFTER_S, Patience, waits

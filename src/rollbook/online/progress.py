@@ -214,7 +214,7 @@ class Awaited:
     until: float | None
     work: bool = False
 
-    def said(self, now: float) -> str:
+    def in_words(self, now: float) -> str:
         """In a line."""
         return waits(self.what, now - self.since, None if self.until is None else self.until - now, now)
 
@@ -260,7 +260,7 @@ def _training(course: RunProgress, trainer: PartState, limits: Limits) -> list[A
         what = f"the trainer to read its model and the log{where}"
         return [Awaited("trainer", what, trainer.since, None)]
     if course.evaluating is not None:
-        what = f"agents to be evaluated at version {course.evaluating}: {course.agents.said}"
+        what = f"agents to be evaluated at version {course.evaluating}: {course.agents.in_words}"
         until = course.changed + limits.evaluation_s
         return [Awaited(f"evaluation {course.evaluating}", what, course.changed, until)]
     if course.planned is not None:
@@ -318,7 +318,7 @@ class Silence:
             due = list(pending)
         due = [wait for wait in due if not wait.work or now - self._work >= SAY_AGAIN_S]
         for wait in due:
-            self._patience[wait.key].said = now
+            self._patience[wait.key].reported = now
             self._work = now if wait.work else self._work
         if due:
             self._quiet.append(now)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
-from rollbook.rollouts.launchers.launching import Isolation, Level
+from rollbook.rollouts.launchers.launching import Isolation, Level, Limits, Positive
 from rollbook.store.config import (
     Table,
     describe_invalid,
@@ -31,7 +31,6 @@ from rollbook.store.redaction import shown
 
 T = TypeVar("T", bound=BaseModel)
 
-Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0)]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
@@ -77,28 +76,6 @@ def _without_pidns(level: object) -> object:
             '"session" or "none"'
         )
     return level
-
-
-class LimitsConfig(Table):
-    """`[agent.limits]`: what an agent may take; absent: as much as there is."""
-
-    memory_mb: Positive | None = None
-    """Memory of all of its processes, by a cgroup; where subprocess can make none, address space of each."""
-    processes: Positive | None = None
-    """Its processes and threads at once, by a cgroup; where none can be made, nothing is started."""
-    cpus: Annotated[float, Field(gt=0)] | None = None
-    """CPUs that it may keep busy, by a cgroup; where none can be made, nothing is started."""
-    cpu_s: Positive | None = None
-    """CPU time of each of its processes."""
-    file_mb: Positive | None = None
-    """Size of each file that it writes."""
-    open_files: Positive | None = None
-    """Open files of each of its processes."""
-    disk_mb: Positive | None = None
-    """What its folder may take of the disk, measured every 2 s; what takes more is ended. With bwrap its
-    /tmp, which is memory, is bounded by as much."""
-    output_mb: Annotated[float, Field(ge=0)] = 8.0
-    """Kept of each of stdout and stderr, the beginning; the rest is let go."""
 
 
 class ContainerConfig(Table):
@@ -186,7 +163,7 @@ class AgentConfig(Table):
     readable: tuple[Path, ...] = ()
     """With bwrap: files and folders that it may read, beside the system's programs and the folders of files
     that the command names."""
-    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    limits: Limits = Field(default_factory=Limits)
     """What it may take."""
     container: ContainerConfig | None = None
     """Of launcher docker."""
@@ -263,7 +240,7 @@ class ScoreConfig(Table):
     """What it counts in the sum, which is the trajectory's reward."""
 
     @model_validator(mode="after")
-    def _one(self) -> ScoreConfig:
+    def _exactly_one(self) -> ScoreConfig:
         given = [self.function is not None, bool(self.command), self.url is not None, self.judge is not None]
         if sum(given) != 1:
             raise ValueError("needs one of function, command, url and judge")

@@ -134,7 +134,7 @@ class Watch:
 
     def __init__(self, proxy: Proxy, run: str, cut: str) -> None:
         self._proxy, self.run, self._cut = proxy, run, cut
-        self._of: dict[str, Activity] = {}
+        self._activities: dict[str, Activity] = {}
         self._away_s: float | None = None
         """When the proxy was last away, of the monotonic clock."""
         self._there = True
@@ -152,11 +152,11 @@ class Watch:
 
     def begin(self, trajectory_id: str) -> Activity:
         """Keep what is seen of a trajectory, until `end`."""
-        return self._of.setdefault(trajectory_id, Activity())
+        return self._activities.setdefault(trajectory_id, Activity())
 
     def end(self, trajectory_id: str) -> None:
         """Nobody asks any more."""
-        self._of.pop(trajectory_id, None)
+        self._activities.pop(trajectory_id, None)
 
     def seen(self, activity: Activity) -> Observed:
         """What was seen of a trajectory by now."""
@@ -188,7 +188,7 @@ class Watch:
             self._move()
 
     def _take(self, record: Record) -> None:
-        activity = self._of.get(getattr(record, "trajectory_id", ""))
+        activity = self._activities.get(getattr(record, "trajectory_id", ""))
         if activity is None:
             return
         activity.last_s = time.monotonic()

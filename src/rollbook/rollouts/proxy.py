@@ -46,7 +46,7 @@ class Opened:
     key: str
 
 
-class Proxy:
+class Proxy(contextlib.AbstractAsyncContextManager["Proxy"]):
     """A proxy of `rollbook serve`.
 
     Args:
@@ -63,9 +63,6 @@ class Proxy:
         """Told what requests wait for, where they wait long."""
         self._away, self._held = Waiting(), Waiting()
         self._why_away, self._away_until, self._why_held = "", 0.0, TOO_OLD
-
-    async def __aenter__(self) -> Proxy:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.http.close()
@@ -90,7 +87,7 @@ class Proxy:
             if "run" not in health:
                 text = f"the proxy at {self.url} asks for a key: give an operator's as ROLLBOOK_KEY"
                 raise RolloutError(text)
-            if (refusal := self._wanted.refuses(ProxyIdentity.said(health))) is not None:
+            if (refusal := self._wanted.refuses(ProxyIdentity.of_health(health))) is not None:
                 text = f"the proxy at {self.url} {refusal}: give `proxy` the address of that one's"
                 raise RolloutError(text)
             return str(health["run"])

@@ -32,10 +32,10 @@ class AgenticRolloutManager:
 
     def __init__(self, config: RolloutConfig, key: str | None, follow: bool, folder: str) -> None:
         os.chdir(folder)
-        self._progress, self._said = Progress(None), list[str]()
-        self._manager = RolloutManager(config, key, follow=follow, say=self._said.append, tell=self._told)
+        self._progress, self._messages = Progress(None), list[str]()
+        self._manager = RolloutManager(config, key, follow=follow, say=self._messages.append, tell=self._take)
 
-    def _told(self, progress: Progress) -> None:
+    def _take(self, progress: Progress) -> None:
         self._progress = progress
 
     async def run(self) -> Progress:
@@ -44,7 +44,7 @@ class AgenticRolloutManager:
 
     async def state(self, skip: int) -> tuple[Progress, list[str]]:
         """Their progress, and the messages so far but for the first so many."""
-        return self._progress, self._said[skip:]
+        return self._progress, self._messages[skip:]
 
     async def stop(self) -> None:
         """As `RolloutManager.stop`."""

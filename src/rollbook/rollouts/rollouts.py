@@ -31,8 +31,7 @@ from rollbook.rollouts.places import (
     read_course,
 )
 from rollbook.rollouts.proxy import Opened, Proxy
-from rollbook.rollouts.rescoring import AGENT, assign
-from rollbook.rollouts.scoring import Scorers, Scores
+from rollbook.rollouts.scoring import AGENT, Scorers, Scores, assign
 from rollbook.rollouts.tasks import Task
 from rollbook.store.errors import LaunchError, RequestError, RolloutError
 from rollbook.store.events import VOID, Json
@@ -341,7 +340,7 @@ class Rollouts:
             await asyncio.sleep(SWEEP_S)
             await self._leaks(await self._agents.sweep(frozenset(self._names)), "running")
 
-    async def _leaks(self, leaks: list[Leak], found: str) -> None:
+    async def _leaks(self, leaks: list[Leak], when: str) -> None:
         for leak in leaks:
             self._say(
                 f"launch {leak.launch_id} left process {leak.pid} behind ({leak.command}); it was ended"
@@ -350,7 +349,7 @@ class Rollouts:
             name = self._names.get(leak.launch_id) or self._orphans.get(leak.launch_id)
             if name is not None:
                 process = {"pid": leak.pid, "command": leak.command}
-                await self._proxy.leaked(name, leak.launch_id, {"processes": [process], "found": found})
+                await self._proxy.leaked(name, leak.launch_id, {"processes": [process], "found": when})
 
     async def _look_at_waits(self) -> None:
         while True:

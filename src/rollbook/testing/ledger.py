@@ -81,7 +81,7 @@ class Openings:
     """The trainings that lanes began, up to an event, and the training of each attempt."""
 
     _last: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    _of: dict[tuple[str, str, int, int], tuple[str, int, int]] = field(default_factory=dict)
+    _plans: dict[tuple[str, str, int, int], tuple[str, int, int]] = field(default_factory=dict)
 
     def open(self, lane: str, seq: int, run: str, record: RunOpened) -> None:
         """A process begins to write."""
@@ -90,7 +90,7 @@ class Openings:
     def plan(self, lane: str, run: str, record: StepPlanned) -> None:
         """The process plans an attempt."""
         key = run, record.policy, record.step, record.attempt
-        self._of[key] = (lane, *self._last.get((lane, run), (0, 1)))
+        self._plans[key] = (lane, *self._last.get((lane, run), (0, 1)))
 
     def consumed(self, run: str, plan: StepPlanned) -> Iterator[DecidedSample]:
         """What a committed attempt took, with what its rollout batch has for later ones."""
@@ -107,7 +107,7 @@ class Openings:
     ) -> Iterator[DecidedSample]:
         """A drop that was recorded with an attempt, since its training began."""
         training = self._training(run, plan)
-        own_lane, since, _ = self._of[run, plan.policy, plan.step, plan.attempt]
+        own_lane, since, _ = self._plans[run, plan.policy, plan.step, plan.attempt]
         if training is not None and own_lane == lane and seq > since:
             unknown = drop.rule in ("not_finite", "all_rejected")  # of a step that was skipped
             cut = {} if unknown else parse_cut(drop.cut or plan.cut)
@@ -115,7 +115,7 @@ class Openings:
 
     def _training(self, run: str, plan: StepPlanned) -> Training | None:
         """The training of an attempt, if samples of groups were chosen for it, to be used once."""
-        size = self._of[run, plan.policy, plan.step, plan.attempt][2]
+        size = self._plans[run, plan.policy, plan.step, plan.attempt][2]
         once = plan.schedule is not None and plan.schedule.get("slice") is None
         chosen = plan.rollout_batch is None or "samples" in plan.rollout_batch
         fits = size > 1 and once and chosen and "train" in plan.recipe.get("splits", ["train"])

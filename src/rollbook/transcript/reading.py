@@ -26,16 +26,21 @@ from rollbook.transcript.facts import Answer, Label, Reward, TrajectoryFacts, Tu
 from rollbook.transcript.messages import call_names, read_message
 
 CHAT_COMPLETIONS = "/v1/chat/completions"
+ALL = slice(None)
+"""All turns of a trajectory."""
 
 
-def facts_of(events: Sequence[Event]) -> TrajectoryFacts:
+def facts_of(events: Sequence[Event], places: slice = ALL) -> TrajectoryFacts:
     """The facts that are in the events of one trajectory.
+
+    Args:
+        places: of the turns that are to be among them; its tokens are those of all.
 
     Raises:
         CutError: its opening is not among them.
     """
     for trajectory in fold(events).values():
-        return _Facts(trajectory, events).trajectory()
+        return _Facts(trajectory, events).trajectory(places)
     raise CutError("the cut holds events of the trajectory, but not its opening: take a later one")
 
 
@@ -43,7 +48,7 @@ class _Facts:
     """Collected from all events of a trajectory, for the facts of its turns."""
 
     def __init__(self, trajectory: Trajectory, events: Iterable[Event]) -> None:
-        self._of = trajectory
+        self._trajectory = trajectory
         self._rewards = _in_force(trajectory.rewards)
         self._labels: dict[str | None, list[Label]] = {}
         self._times: dict[tuple[str, str], int] = {}
@@ -67,17 +72,17 @@ class _Facts:
             for pair in call_names(message)
         )
 
-    def trajectory(self) -> TrajectoryFacts:
-        opened, finished = self._of.opened, self._of.finished
-        turns = tuple(self._turn(turn) for turn in self._of.turns.values())
-        answers = [turn.answer for turn in turns if turn.answer is not None]
+    def trajectory(self, places: slice) -> TrajectoryFacts:
+        opened, finished = self._trajectory.opened, self._trajectory.finished
+        turns = list(self._trajectory.turns.values())
+        answers = [turn.completed for turn in turns if turn.completed is not None]
         sampled = sum(len(answer.completion_ids) for answer in answers)
-        kinds = {answer.fidelity for answer in answers}
+        kinds = {_fidelity(turn) for turn in turns if turn.completed is not None}
         return TrajectoryFacts(
             name=opened.name,
             trajectory_id=opened.trajectory_id,
-            run=self._of.run,
-            lane=self._of.lane,
+            run=self._trajectory.run,
+            lane=self._trajectory.lane,
             group=opened.group,
             task=opened.task,
             split=opened.split,
@@ -89,8 +94,8 @@ class _Facts:
             finished_us=self._times.get((TrajectoryFinished.KIND, "")),
             erased=self._erased,
             rewards=self._rewards.get(None, ()),
-            turns=turns,
-            tokens=sampled + sum(len(answer.context_ids) for answer in answers),
+            turns=tuple(self._turn(turn) for turn in turns[places]),
+            tokens=sampled + sum(len(answer.prompt_ids) for answer in answers),
             sampled=sampled,
             fidelity=(kinds.pop() if len(kinds) == 1 else facts.MIXED) if kinds else None,
             origin=opened.origin,
@@ -133,7 +138,7 @@ class _Facts:
     def _echo_at(self, turn: Turn) -> int | None:
         """Which of the new messages repeats the reply of the turn that this one extends."""
         requested = turn.requested
-        parent = self._of.turns.get(requested.parent_turn_id or "")
+        parent = self._trajectory.turns.get(requested.parent_turn_id or "")
         if parent is None:
             return None
         place = parent.requested.shared_messages + len(parent.requested.messages) - requested.shared_messages
@@ -159,14 +164,13 @@ def _answer(turn: Turn) -> Answer | None:
     if done is None:
         return None
     mean, lowest = mean_and_lowest(done.logprobs)
-    known = facts.EXACT if len(done.completion_ids) else facts.TEXT_ONLY
     return Answer(
         reply=read_message(done.reply, {}),
         finish_reason=done.finish_reason,
         flags=tuple(done.flags),
         policy=done.policy,
         spans=done.version_spans,
-        fidelity=facts.ERASED if turn.tokens_erased else known,
+        fidelity=_fidelity(turn),
         prompt_tokens=done.prompt_length,
         context_ids=done.prompt_ids,
         completion_ids=done.completion_ids,
@@ -177,6 +181,13 @@ def _answer(turn: Turn) -> Answer | None:
     )
 
 
+def _fidelity(turn: Turn) -> str:
+    if turn.tokens_erased:
+        return facts.ERASED
+    sampled = turn.completed is not None and len(turn.completed.completion_ids)
+    return facts.EXACT if sampled else facts.TEXT_ONLY
+
+
 def mean_and_lowest(logprobs: Logprobs | None) -> tuple[float | None, float | None]:
     """(mean, lowest) of the logprobs that are numbers; None where there is none."""
     if logprobs is None or not len(logprobs):
@@ -184,4 +195,5 @@ def mean_and_lowest(logprobs: Logprobs | None) -> tuple[float | None, float | No
     lowest = logprobs.min()
     if lowest != lowest:  # one of them is no number
         return mean_and_lowest(logprobs[~np.isnan(logprobs)])
-    return float(logprobs.mean(dtype=np.float64)), float(lowest)
+    with np.errstate(invalid="ignore"):  # infinities of both signs
+        return float(logprobs.mean(dtype=np.float64)), float(lowest)

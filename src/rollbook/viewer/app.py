@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import mimetypes
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -18,9 +20,21 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from rollbook.edge.errors import describe
-from rollbook.store.errors import QueryError, RequestError
-from rollbook.viewer import console, live, runs, samples, search, steps, trajectories
-from rollbook.viewer.pages import Page, add_page
+from rollbook.edge.keys import Keys
+from rollbook.store.errors import CorruptionError, QueryError, ReplayError, RequestError
+from rollbook.viewer import (
+    comparisons,
+    console,
+    judging,
+    live,
+    pairs,
+    runs,
+    samples,
+    search,
+    steps,
+    trajectories,
+)
+from rollbook.viewer.pages import Page, Part, add_page
 from rollbook.viewer.rendering import Templates
 from rollbook.viewer.snapshots import Snapshots
 
@@ -30,6 +44,9 @@ PAGES: tuple[Page, ...] = (
     *steps.PAGES,
     *samples.PAGES,
     *trajectories.PAGES,
+    *judging.PAGES,
+    *pairs.PAGES,
+    *comparisons.PAGES,
     *search.PAGES,
     *live.PAGES,
     *console.PAGES,
@@ -55,50 +72,68 @@ KEPT_S = 3600
 """So long a browser keeps the viewer's own files."""
 
 
-def add_viewer(app: FastAPI, snapshots: Snapshots) -> None:
-    """Add the viewer to an application, below `/view`."""
-    app.mount(PREFIX, build_viewer(snapshots))
+def build_viewer(snapshots: Snapshots, rollouts: Path | None = None) -> FastAPI:
+    """The viewer's own application, whose addresses begin behind `/view`.
 
-
-def build_viewer(snapshots: Snapshots) -> FastAPI:
-    """The viewer's own application, whose addresses begin behind `/view`."""
+    Args:
+        rollouts: folder of the launches' folders; None: what agents print is not shown.
+    """
     templates = Templates(PREFIX)
     viewer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     viewer.add_route("/", _to_runs, methods=["GET"])
     viewer.add_route("/static/{name:path}", _static, methods=["GET"])
     console.add_downloads(viewer, snapshots)
-    reader = live.LiveReader(snapshots, PREFIX)
-    for page in (*PAGES, live.add_live(viewer, reader)):
+    judging.add_judging(viewer, snapshots)
+    reader = live.LiveReader(snapshots, PREFIX, rollouts)
+    parts: tuple[Page | Part, ...] = live.add_live(viewer, reader)
+    for page in (*PAGES, *parts):
         add_page(viewer, page, snapshots, templates)
 
     async def failed(request: Request, error: Exception) -> Response:
-        status, code, message = (
-            (400, "query_failed", str(error)) if isinstance(error, QueryError) else describe(error)
-        )
-        if request.url.path.endswith(".json"):
+        status, code, message = _described(error)
+        if request.url.path.endswith(".json") or request.method == "POST":
             body = orjson.dumps({"error": {"code": code, "message": message}})
             return Response(body, status, media_type="application/json")
         text = templates.draw("error.html", {"status": status, "code": code, "message": message})
         return Response(text, status, media_type="text/html")
 
-    for kind in (RequestError, QueryError, HTTPException, Exception):
+    for kind in (*_SAID, RequestError, HTTPException, Exception):
         viewer.add_exception_handler(kind, failed)
     viewer.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)
     viewer.add_middleware(_Headers)
     return viewer
 
 
-def build_view_app(snapshots: Snapshots) -> FastAPI:
-    """The viewer alone, to which `/` leads; it closes the snapshots."""
+_SAID: Mapping[type[Exception], tuple[int, str]] = {
+    QueryError: (400, "query_failed"),
+    ReplayError: (404, "not_in_log"),
+    CorruptionError: (500, "log_damaged"),
+}
+"""Errors whose messages are for whoever reads the log: their statuses and codes."""
+
+
+def _described(error: Exception) -> tuple[int, str, str]:
+    """(status, code, message) of an error."""
+    for kind, (status, code) in _SAID.items():
+        if isinstance(error, kind):
+            return status, code, str(error)
+    return describe(error)
+
+
+def build_view_app(snapshots: Snapshots, keys: Keys | None = None, rollouts: Path | None = None) -> FastAPI:
+    """The viewer alone, to which `/` leads; it closes the snapshots, and reads keys again as they change."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        following = None if keys is None else asyncio.create_task(keys.follow())
         yield
+        if following is not None:
+            following.cancel()
         await run_in_threadpool(snapshots.close)
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_route("/", _to_runs, methods=["GET"])
-    add_viewer(app, snapshots)
+    app.mount(PREFIX, build_viewer(snapshots, rollouts))
     return app
 
 

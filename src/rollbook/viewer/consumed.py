@@ -12,7 +12,13 @@ from rollbook.store.errors import RollbookError
 from rollbook.store.events import Json, StepCommitted, StepPlanned, StepVectors
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.batches.experience import Experience, Scores, trained_masks
-from rollbook.train.batches.manifest_batch import begins, experience_at, recorded_values, samples_at_cut
+from rollbook.train.batches.manifest_batch import (
+    begins,
+    experience_at,
+    oldest_of,
+    recorded_values,
+    samples_at_cut,
+)
 from rollbook.train.select.samples import Sample
 from rollbook.viewer.pages import missing
 from rollbook.viewer.snapshots import Snapshot
@@ -102,23 +108,25 @@ def consumed_sample(snapshot: Snapshot, run: str, policy: str, step: int, leaf: 
 
     Raises:
         RequestError: 404, no step consumed it.
+        ReplayError: the log no longer holds what the step had.
     """
     plan, committed = committed_step(snapshot, run, policy, step)
     at = next((at for at, ref in enumerate(plan.samples) if ref["turn_id"] == leaf), None)
     if at is None:
         raise missing(f"sample {leaf!r} of step {step}", "the step's page lists its samples")
-    computed = compute(snapshot, run, plan, committed.digests)
+    computed, vectors = compute(snapshot, run, plan, committed.digests), _vectors(snapshot, run, plan)
     if (experience := computed.experience) is not None:
-        sample, mask = experience.samples[at], experience.masks[at]
+        own = {stage: experience.of(values, at) for stage, values in vectors.items()}
         return ConsumedSample(
-            step,
-            sample,
-            mask,
-            computed.advantages(at),
-            {s: experience.of(values, at) for s, values in _vectors(snapshot, run, plan).items()},
+            step, experience.samples[at], experience.masks[at], computed.advantages(at), own
         )
-    sample = samples_at_cut(snapshot.store, plan, run)[leaf]
-    return ConsumedSample(step, sample, trained_masks([sample])[0], None, {})
+    samples = samples_at_cut(snapshot.store, plan, run)
+    ordered = [samples[ref["turn_id"]] for ref in plan.samples]
+    masks = trained_masks(ordered, oldest_of(plan.recipe, plan.policy_version))
+    ends = np.cumsum([0, *(int(mask.sum()) for mask in masks)])
+    # Where a correction rejected tokens, which only a model tells, the numbers are of the others alone.
+    own = {s: values[ends[at] : ends[at + 1]] for s, values in vectors.items() if len(values) == ends[-1]}
+    return ConsumedSample(step, ordered[at], masks[at], None, own)
 
 
 def committed_step(snapshot: Snapshot, run: str, policy: str, step: int) -> tuple[StepPlanned, StepCommitted]:
@@ -127,13 +135,18 @@ def committed_step(snapshot: Snapshot, run: str, policy: str, step: int) -> tupl
     Raises:
         RequestError: 404, no such step was committed.
     """
-    where = "kind IN ('step.planned', 'step.committed') AND run = $run AND policy = $policy AND step = $step"
-    records = [event.record for event in snapshot.events(where, run=run, policy=policy, step=step)]
-    for committed in records:
-        if isinstance(committed, StepCommitted):
-            for plan in records:
-                if isinstance(plan, StepPlanned) and plan.attempt == committed.attempt:
-                    return plan, committed
+    # Each kind by itself: DuckDB passes over files without a kind, but not over those without two.
+    where = "kind = $kind AND run = $run AND policy = $policy AND step = $step"
+    plans, results = (
+        [e.record for e in snapshot.events(where, kind=kind, run=run, policy=policy, step=step)]
+        for kind in (StepPlanned.KIND, StepCommitted.KIND)
+    )
+    for committed in results:
+        for plan in plans:
+            assert isinstance(committed, StepCommitted)
+            assert isinstance(plan, StepPlanned)
+            if plan.attempt == committed.attempt:
+                return plan, committed
     raise missing(f"a committed step {step} of {policy!r}", "the page of the run lists its steps")
 
 

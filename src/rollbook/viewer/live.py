@@ -7,12 +7,15 @@ newest lines are kept in bounded memory; a page that falls behind them misses so
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
 
 import orjson
 from fastapi import FastAPI
@@ -23,6 +26,8 @@ from starlette.responses import Response, StreamingResponse
 from rollbook.store.cut import Cut
 from rollbook.store.events import (
     Event,
+    LaunchEnded,
+    LaunchStarted,
     TrajectoryFinished,
     TrajectoryOpened,
     TurnCompleted,
@@ -30,21 +35,26 @@ from rollbook.store.events import (
     TurnRequested,
 )
 from rollbook.store.log.tail import Filter
-from rollbook.transcript.traffic import KINDS, Traffic
-from rollbook.viewer.pages import Page, Query
+from rollbook.transcript.traffic import KINDS, Traffic, Words
+from rollbook.viewer.launches import LaunchBoard, Launches
+from rollbook.viewer.pages import Page, Part, Query
 from rollbook.viewer.rendering import link
 from rollbook.viewer.snapshots import Snapshot, Snapshots
 
+logger = logging.getLogger(__name__)
 KEPT = 2_000
 """Lines that are kept for pages that come, or come again."""
 BEFORE = 400
 """Events of each lane before the head with which a reader begins."""
 POLLED = 256
+GATHER_S = 0.1
+"""Pause behind each message: what comes meanwhile is one message, however many lines it is."""
 QUIET_S = 15.0
 """A page without a line for so long is sent a comment, so that proxies keep its connection."""
 IDLE_S = 10.0
 """The reader ends once no page has been open for so long."""
 LISTED = 20
+FOLLOWED = KINDS | {LaunchStarted.KIND, LaunchEnded.KIND}
 _OPEN = """
     SELECT trajectory_id, trajectory AS name, run, epoch_us(opened) AS opened_us, turns
     FROM trajectories WHERE status = 'open'"""
@@ -87,10 +97,12 @@ class LiveReader:
 
     Args:
         prefix: of links.
+        rollouts: folder of the launches' folders; None: what agents print is not shown.
     """
 
-    def __init__(self, snapshots: Snapshots, prefix: str) -> None:
+    def __init__(self, snapshots: Snapshots, prefix: str, rollouts: Path | None = None) -> None:
         self._snapshots, self._prefix = snapshots, prefix
+        self._board = LaunchBoard(rollouts)
         self._lines: deque[LiveLine] = deque(maxlen=KEPT)
         self._open: dict[str, _Running] = {}
         self._known: Cut = {}
@@ -114,9 +126,7 @@ class LiveReader:
         try:
             while True:
                 grown.clear()
-                with self._lock:
-                    lines = [line for line in self._lines if line.number > after]
-                if lines:
+                if lines := self._behind(after):
                     missed = lines[0].number - after - 1 if after >= 0 else 0
                     after = lines[-1].number
                     wanted = (
@@ -124,6 +134,7 @@ class LiveReader:
                     )
                     shown = [line.html for line in wanted]
                     yield _message(after, shown, missed)
+                    await asyncio.sleep(GATHER_S)
                     continue
                 try:
                     async with asyncio.timeout(QUIET_S):
@@ -132,6 +143,12 @@ class LiveReader:
                     yield b": still here\n\n"
         finally:
             self._leave(wake)
+
+    def _behind(self, after: int) -> list[LiveLine]:
+        """The lines behind a number, of those that are kept."""
+        with self._lock:
+            newest = list(islice(reversed(self._lines), max(self._count - max(after, 0), 0)))
+        return newest[::-1]
 
     def open_trajectories(self, run: str | None) -> list[OpenTrajectory]:
         """Those that are open, as far as they were seen: whose turn waits longest first."""
@@ -149,6 +166,11 @@ class LiveReader:
                 if run in (None, running.run)
             ]
         return sorted(known, key=lambda one: (one.waiting_since is None, one.waiting_since or one.opened))
+
+    def launches(self, run: str | None) -> Launches:
+        """Those that run, and that ended last."""
+        with self._lock:
+            return self._board.launches(run)
 
     def _enter(self, wake: Callable[[], object]) -> None:
         with self._lock:
@@ -171,11 +193,12 @@ class LiveReader:
             cut = dict(snapshot.cut)
             start = {lane: max(count - BEFORE, 0) for lane, count in cut.items()}
             known = {row.pop("trajectory_id"): _Running(**row) for row in snapshot.rows(_OPEN)}
+            self._board.begin(snapshot)
         with self._lock:
             self._open = known
             self._known = cut
         traffic = Traffic()
-        with self._snapshots.store.tail(start, Filter(KINDS)) as tail:
+        with self._snapshots.store.tail(start, Filter(FOLLOWED)) as tail:
             # Lanes are read one after the other: at first by the clock, as they came.
             self._take(traffic, sorted(tail.poll(), key=lambda event: event.time_us))
             while not self._unwatched():
@@ -199,7 +222,7 @@ class LiveReader:
         for event in events:
             trajectory_id = str(getattr(event.record, "trajectory_id", ""))
             failed = isinstance(event.record, TurnFailed)
-            for words in traffic.lines(event):
+            for words in _words(traffic, event):
                 text = "".join(f'<span class="{style}">{escape(text)}</span>' for text, style in words)
                 to = link(self._prefix, "trajectories", trajectory_id) if trajectory_id else ""
                 html = f'<a href="{escape(to)}">{text}</a>' if to else f"<span>{text}</span>"
@@ -218,6 +241,8 @@ class LiveReader:
         """Note what is open, and what of it waits."""
         new = event.seq >= self._known.get(event.lane, 0)
         match event.record:
+            case LaunchStarted(trajectory_id=of) | LaunchEnded(trajectory_id=of) if new:
+                self._board.take(event, self._open[of].name if of in self._open else "")
             case TrajectoryOpened() as opened if new:
                 self._open[opened.trajectory_id] = _Running(opened.name, event.run, event.time_us)
             case TrajectoryFinished(trajectory_id=ended):
@@ -227,6 +252,15 @@ class LiveReader:
             case TurnCompleted() | TurnFailed() as done if running := self._open.get(done.trajectory_id):
                 running.asked.pop(done.turn_id, None)
                 running.turns += new and isinstance(done, TurnCompleted)
+
+
+def _words(traffic: Traffic, event: Event) -> Sequence[Words]:
+    """The lines of an event; of one that a reader cannot print, which. It ends no live page."""
+    try:
+        return list(traffic.lines(event))
+    except Exception:
+        logger.warning("event %s cannot be shown on the live page", event.event_id, exc_info=True)
+        return [[("red", f"{event.kind} {event.event_id}: it cannot be shown")]]
 
 
 def _time(time_us: int) -> datetime:
@@ -263,8 +297,8 @@ class OpenNow:
     trajectories: Sequence[OpenTrajectory]
 
 
-def add_live(app: FastAPI, reader: LiveReader) -> Page:
-    """Add the stream of lines; the page of what is open."""
+def add_live(app: FastAPI, reader: LiveReader) -> tuple[Part, Part]:
+    """Add the stream of lines; the pages of what is open, and of launches."""
 
     async def stream(request: Request) -> Response:
         query = request.query_params
@@ -273,12 +307,15 @@ def add_live(app: FastAPI, reader: LiveReader) -> Page:
         lines = reader.lines(after, query.get("run") or None, query.get("failed") == "1")
         return StreamingResponse(lines, media_type="text/event-stream")
 
-    def read_open(_: Snapshot, query: Query) -> OpenNow:
+    def read_open(query: Query) -> OpenNow:
         known = reader.open_trajectories(query.get("run") or None)
         return OpenNow(len(known), known[:LISTED])
 
     app.add_route("/live/lines", stream, methods=["GET"])
-    return Page("/live/open", "open.html", read_open)
+    return (
+        Part("/live/open", "open.html", read_open),
+        Part("/live/launches", "launches.html", lambda query: reader.launches(query.get("run") or None)),
+    )
 
 
 PAGES = (Page("/live", "live.html", read_live),)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from rollbook.store.errors import RequestError
-from rollbook.viewer.rendering import JSON, Templates
+from rollbook.viewer.rendering import JSON, Templates, name_of
 from rollbook.viewer.snapshots import Snapshot, Snapshots
 
 Query = Mapping[str, str]
@@ -35,12 +35,25 @@ class Page:
     read: Callable[[Snapshot, Query], Any]
 
 
-def add_page(app: FastAPI, page: Page, snapshots: Snapshots, templates: Templates) -> None:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a page that is asked for again and again, and is read from what the viewer has at hand."""
+
+    path: str
+    template: str
+    read: Callable[[Query], Any]
+
+
+def add_page(app: FastAPI, page: Page | Part, snapshots: Snapshots, templates: Templates) -> None:
     """Add a page at its address, and what it shows at the same address with `.json`."""
 
-    def read(request: Request) -> tuple[Any, dict[str, int]]:
+    def read(request: Request) -> tuple[Any, dict[str, int] | None]:
+        names = {key: name_of(text) for key, text in request.path_params.items()}
+        query = {**request.query_params, **names}
+        if isinstance(page, Part):
+            return page.read(query), None
         with snapshots.reading() as snapshot:
-            return page.read(snapshot, {**request.query_params, **request.path_params}), dict(snapshot.cut)
+            return page.read(snapshot, query), dict(snapshot.cut)
 
     async def as_json(request: Request) -> Response:
         record, _ = await run_in_threadpool(read, request)

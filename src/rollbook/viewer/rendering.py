@@ -8,7 +8,9 @@ script run but the viewer's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -36,39 +38,98 @@ class Templates:
     """
 
     def __init__(self, prefix: str) -> None:
-        self._environment = Environment(
+        self.environment = Environment(
             loader=PackageLoader("rollbook.viewer"),
             autoescape=True,
             undefined=StrictUndefined,
+            finalize=shown,
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._environment.filters |= {
+        self.environment.filters |= {
             "ago": ago,
             "brief": brief,
             "json": as_json,
             "moment": moment,
             "count": count,
-            "line": visible,
+            "line": line,
             "number": number,
             "percent": percent,
+            "shell": shlex.quote,
             "spark": spark,
             "tokens": tokens,
+            "value": value,
             "visible": partial(visible, lines=True),
         }
-        self._environment.globals |= {"link": partial(link, prefix), "prefix": prefix}
+        address = partial(link, prefix)
+        embed = partial(embedded, address)
+        self.environment.globals |= {"link": address, "embedded": embed, "prefix": prefix}
 
-    def draw(self, template: str, record: Any, cut: Cut | None = None) -> str:
-        """A record as HTML, by a template that calls it `page`."""
+    def draw(
+        self, template: str, record: Any, cut: Cut | None = None, *, layout: str = "base.html", **more: Any
+    ) -> str:
+        """A record as HTML, by a template that calls it `page`.
+
+        Args:
+            layout: what surrounds it; more: what that needs.
+        """
         cut_text = None if cut is None else format_cut(cut)
-        return self._environment.get_template(template).render(page=record, cut=cut_text)
+        drawn = self.environment.get_template(template)
+        return drawn.render(page=record, cut=cut_text, layout=layout, **more)
+
+
+_SPECIAL = re.compile(r"[~%/\x00-\x1f]|\A\Z|\.(?=\.*$)|\.(?=json$)")
+"""In a name what would mean something else in an address: servers take %2F for a slash, browsers %2E for .,
+and some of either decode twice."""
+_ESCAPED = re.compile(r"~([0-9A-F]{2}|)")
+
+
+def part(name: str) -> str:
+    """A name as a part of an address; `name_of` has it back."""
+    escaped = _SPECIAL.sub(lambda found: f"~{found[0].encode().hex().upper()}", name)
+    return quote(escaped, safe="~")
+
+
+def name_of(text: str) -> str:
+    """The name that a part of an address stands for, which is no longer quoted."""
+    return _ESCAPED.sub(lambda found: bytes.fromhex(found[1]).decode(errors="replace"), text)
 
 
 def link(prefix: str, *parts: Any, **query: Any) -> str:
     """The address of a page: its parts quoted, then what is given behind a question mark."""
-    path = "/".join(quote(str(part), safe="") for part in parts)
+    path = "/".join(part(str(name)) for name in parts)
     given = {name: value for name, value in query.items() if value not in (None, "")}
     return f"{prefix}/{path}{'?' if given else ''}{urlencode(given)}"
+
+
+def embedded(
+    address: Callable[..., str], *parts: Any, trigger: str = "load", id: str = "", **query: Any
+) -> Markup:
+    """A place in a page where another one comes, by itself."""
+    place = '<div hx-get="{}" hx-trigger="{}"{}><p class="dim">…</p></div>'
+    named = Markup(' id="{}"').format(id) if id else ""
+    return Markup(place).format(address(*parts, **query), trigger, named)
+
+
+NAME = 200
+"""Characters of a name, or of another short text, that a page shows."""
+
+
+def line(text: str) -> str:
+    """A short text; of one that is none its beginning, and how long it is; of a blank one its quotes."""
+    if not text.strip():
+        return f"\u201c{visible(text)}\u201d"
+    return visible(text if len(text) <= NAME else f"{text[:NAME]}… ({len(text):,} characters)")
+
+
+def value(text: str) -> Markup:
+    """A text for a field of a form, which gives it back as it is."""
+    return Markup("".join(str(escape(c)) if c.isprintable() else f"&#{ord(c)};" for c in text))
+
+
+def shown(value: Any) -> Any:
+    """What a template prints of a value: no text of a page drives a terminal or leads the eye."""
+    return visible(value, lines=True) if type(value) is str else value
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -79,7 +140,7 @@ def number(value: float | None, digits: int = 4) -> str:
         return f"{value:,}"
     if not math.isfinite(value):
         return str(value)
-    return f"{value:,.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
+    return f"{value:,.{digits}g}" if not 10**digits <= abs(value) < 1e15 else f"{value:,.0f}"
 
 
 def count(things: int, singular: str, plural: str | None = None) -> str:
@@ -123,9 +184,28 @@ def brief(text: str) -> str:
     return f"{text[:BRIEF]}\n… {len(text) - 2 * BRIEF:,} characters more: see the raw turn …\n{text[-BRIEF:]}"
 
 
+CHARACTERS, ITEMS = 50_000, 1_000
+"""Of a text and of a list that is shown as JSON."""
+
+
 def as_json(value: Any) -> str:
-    """A value as indented JSON, safe to show."""
-    return visible(orjson.dumps(value, default=str, option=JSON | orjson.OPT_INDENT_2).decode(), lines=True)
+    """A value as indented JSON, safe to show; of long texts and lists their beginnings."""
+    text = orjson.dumps(_abridged(value), default=str, option=JSON | orjson.OPT_INDENT_2).decode()
+    return visible(text, lines=True)
+
+
+def _abridged(value: Any) -> Any:
+    match value:
+        case str() if len(value) > CHARACTERS:
+            return (
+                f"{value[:CHARACTERS]} … {len(value) - CHARACTERS:,} characters more: see this page's JSON …"
+            )
+        case dict():
+            return {key: _abridged(inner) for key, inner in value.items()}
+        case list():
+            more = [f"… {len(value) - ITEMS:,} more: see this page's JSON …"] if len(value) > ITEMS else []
+            return [*map(_abridged, value[:ITEMS]), *more]
+    return value
 
 
 def spark(values: Sequence[float | None], label: str) -> Markup:
@@ -136,6 +216,8 @@ def spark(values: Sequence[float | None], label: str) -> Markup:
     each = math.ceil(len(finite) / SPARK_POINTS)
     means = [sum(part) / len(part) for at in range(0, len(finite), each) if (part := finite[at : at + each])]
     low, high = min(means), max(means)
+    if not math.isfinite(high - low):
+        return Markup("")
     span = (high - low) or 1.0
     points = " ".join(
         f"{1 + at * (SPARK_WIDTH - 2) / max(len(means) - 1, 1):.1f},"
@@ -167,7 +249,8 @@ def tokens(ids: Sequence[int], texts: Sequence[str | None], classes: str) -> Mar
         colour = classes[place] if classes else "."
         elements.append(f"<i>{escaped}" if colour == "." else f"<i class=c{colour}>{escaped}")
     chunks = ("".join(elements[at : at + CHUNK]) for at in range(0, len(elements), CHUNK))
-    return Markup("".join(f"<p>{chunk}</p>" for chunk in chunks))
+    begin = "<p class=far>" if len(elements) > CHUNK else "<p>"
+    return Markup("".join(f"{begin}{chunk}</p>" for chunk in chunks))
 
 
 def _token(token: int, text: str | None) -> str:

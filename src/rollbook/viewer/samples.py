@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,15 +21,17 @@ from rollbook.lineage.trajectories import (
     why_untrained,
 )
 from rollbook.store.errors import RequestError
+from rollbook.store.events import TokenIds
+from rollbook.store.fold.paths import leaves, path_to
 from rollbook.store.fold.trajectory import Trajectory
 from rollbook.train.select.samples import Sample, samples_of
 from rollbook.viewer.consumed import ConsumedSample, consumed_sample
 from rollbook.viewer.pages import Page, Query, missing, whole_number
 from rollbook.viewer.snapshots import Snapshot
 
-COLOURS = ("logprob", "gap", "version", "mask", "advantage", "loss")
+COLOURS = ("logprob", "gap", "entropy", "version", "mask", "advantage", "loss")
 """By what tokens may be coloured."""
-VECTORS = '[record] vectors = ["logprobs", "losses"]'
+VECTORS = '[record] vectors = ["logprobs", "losses", "entropies"]'
 """What a CONFIG says for steps to record numbers of each token."""
 LEVELS = 16
 """Colours of a scale; the class of a token is one hexadecimal digit."""
@@ -84,7 +87,8 @@ class SamplePage:
 
     Attributes:
         step: that it is shown as consumed by; None: as it is now.
-        leaves: the leaves of the trajectory, of which this is one.
+        number, paths: this is the trajectory's so manieth path of so many; before, behind: the leaves of
+            those beside it.
     """
 
     run: str
@@ -100,7 +104,10 @@ class SamplePage:
     length: int
     sampled: int
     trained: int
-    leaves: Sequence[str]
+    number: int
+    paths: int
+    before: str | None
+    behind: str | None
     parts: Sequence[Part]
     scale: Scale
     colours: Sequence[str]
@@ -115,6 +122,7 @@ def read_sample(snapshot: Snapshot, query: Query) -> SamplePage:
     found = _sample(snapshot, query)
     sample, consumed = found.sample, found.consumed
     parts = _parts(snapshot, found.trajectory, sample)
+    at = found.leaves.index(sample.leaf_turn_id)
     return SamplePage(
         run=sample.run,
         trajectory=sample.name,
@@ -129,7 +137,10 @@ def read_sample(snapshot: Snapshot, query: Query) -> SamplePage:
         length=len(sample),
         sampled=sum(len(part.ids) for part in parts if part.sampled),
         trained=sample.trained,
-        leaves=found.leaves,
+        number=at + 1,
+        paths=len(found.leaves),
+        before=found.leaves[at - 1] if at > 0 else None,
+        behind=found.leaves[at + 1] if at + 1 < len(found.leaves) else None,
         parts=parts,
         scale=_scale(query.get("by") or COLOURS[0], found),
         colours=COLOURS,
@@ -152,22 +163,41 @@ class _Found:
 def _sample(snapshot: Snapshot, query: Query) -> _Found:
     trajectory_id, leaf = query["trajectory_id"], query["turn_id"]
     step = whole_number(query, "step")
-    trajectory = snapshot.store.trajectory(trajectory_id)
+    trajectory = snapshot.store.trajectory(trajectory_id, snapshot.cut)
     if trajectory is None:
         raise missing(f"trajectory {trajectory_id!r}", "was it dropped, or is its id cut short?")
-    samples = {sample.leaf_turn_id: sample for sample in samples_of(trajectory)}
-    consumed = None
+    done, parents = trajectory.completed()
+    ends = [done[at].turn_id for at in leaves(parents)]
     if step is not None:
         policy = query.get("policy") or "actor"
         consumed = consumed_sample(snapshot, query.get("run") or trajectory.run, policy, step, leaf)
-        samples[leaf] = consumed.sample
-    if leaf not in samples:
+        return _Found(trajectory, consumed.sample, consumed, ends if leaf in ends else [*ends, leaf])
+    if leaf not in ends:
         raise missing(f"sample {leaf!r} of trajectory {trajectory.opened.name!r}", "its page lists its turns")
-    return _Found(trajectory, samples[leaf], consumed, list(samples))
+    return _Found(trajectory, _sample_to(trajectory, leaf), None, ends)
+
+
+def _sample_to(trajectory: Trajectory, leaf: str) -> Sample:
+    """The sample that a leaf ends, made without the others: a trajectory may have thousands."""
+    done, parents = trajectory.completed()
+    ends = leaves(parents)
+    at = next(end for end in ends if done[end].turn_id == leaf)
+    through: dict[int, int] = {}
+    for earlier in ends[: ends.index(at)]:
+        node = earlier
+        while node >= 0 and through.setdefault(node, earlier) == earlier:
+            node = parents[node]
+    path = path_to(at, parents)
+    kept = set(path)
+    # What earlier paths own of this one, that which goes along with it for longest owns all of.
+    if (last := next((node for node in reversed(path) if node in through), None)) is not None:
+        kept |= set(path_to(through[last], parents))
+    few = replace(trajectory, turns={done[node].turn_id: done[node] for node in sorted(kept)})
+    return next(sample for sample in samples_of(few) if sample.leaf_turn_id == leaf)
 
 
 def _parts(snapshot: Snapshot, trajectory: Trajectory, sample: Sample) -> list[Part]:
-    texts = _texts(snapshot, sample)
+    texts = token_texts(snapshot, sample.run, sample.tokens)
     parts: list[Part] = []
     for number, (turn_id, (start, end)) in enumerate(
         zip(sample.turn_ids, pairwise((0, *sample.turn_ends)), strict=True), 1
@@ -186,11 +216,11 @@ def _parts(snapshot: Snapshot, trajectory: Trajectory, sample: Sample) -> list[P
     return parts
 
 
-def _texts(snapshot: Snapshot, sample: Sample) -> dict[int, str | None]:
-    """The text of each token id of a sample."""
-    ids = np.unique(sample.tokens).tolist()
+def token_texts(snapshot: Snapshot, run: str, tokens: TokenIds) -> dict[int, str | None]:
+    """The text of each token id that occurs among a run's tokens; null without a tokenizer."""
     query = "SELECT id, token_text($run, id) AS text FROM (SELECT unnest($ids::INTEGER[]) AS id)"
-    return {row["id"]: row["text"] for row in snapshot.rows(query, run=sample.run, ids=ids)}
+    ids = np.unique(tokens).tolist()
+    return {row["id"]: row["text"] for row in snapshot.rows(query, run=run, ids=ids)}
 
 
 # Colours ----------------------------------------------------------------------------------------------
@@ -214,6 +244,9 @@ def _scale(by: str, found: _Found) -> Scale:
             own = None if consumed is None else consumed.of_tokens(consumed.vectors.get("logprobs"))
             gap = None if own is None else own - sample.logprobs
             return _diverging(by, gap, f"no step recorded them: train with {VECTORS}")
+        case "entropy":
+            entropy = None if consumed is None else consumed.of_tokens(consumed.vectors.get("entropies"))
+            return _sequential(by, entropy, "nats", f"no step recorded it: train with {VECTORS}")
         case "loss":
             loss = None if consumed is None else consumed.of_tokens(consumed.vectors.get("losses"))
             return _diverging(by, loss, f"no step recorded them: train with {VECTORS}")
@@ -224,7 +257,7 @@ def _sequential(by: str, values: Floats | None, unit: str, why: str) -> Scale:
     """From 0 to the 99th percentile."""
     if values is None or not np.isfinite(values).any():
         return Scale(by, "sequential", "", (), why)
-    top = max(float(np.nanpercentile(values, 99)), 1e-6)
+    top = max(float(np.percentile(values[np.isfinite(values)], 99)), 1e-6)
     levels = np.clip(np.nan_to_num(values, nan=-1) / top * LEVELS, -1, LEVELS - 1)
     legend = [(f"{at:x}", f"{top * at / LEVELS:.2g} {unit}") for at in (0, 5, 10, 15)]
     return Scale(by, "sequential", _classes(np.where(np.isfinite(values), np.floor(levels), -1)), legend, "")
@@ -234,7 +267,7 @@ def _diverging(by: str, values: Floats | None, why: str) -> Scale:
     """From minus to plus the 99th percentile of what is not 0; the middle two colours are near 0."""
     if values is None or not np.isfinite(values).any():
         return Scale(by, "diverging", "", (), why)
-    top = max(float(np.nanpercentile(np.abs(values), 99)), 1e-9)
+    top = max(float(np.percentile(np.abs(values[np.isfinite(values)]), 99)), 1e-9)
     levels = np.clip(np.floor((np.nan_to_num(values) / top + 1) * LEVELS / 2), 0, LEVELS - 1)
     legend = [(f"{at:x}", f"{top * (at - 7.5) / 7.5:+.2g}") for at in (0, 4, 11, 15)]
     return Scale(by, "diverging", _classes(np.where(np.isfinite(values), levels, -1)), legend, "")
@@ -313,19 +346,30 @@ def read_token(snapshot: Snapshot, query: Query) -> TokenCard:
     if index >= 0:
         with snapshot.connection.cursor() as cursor:
             log, trajectory_id = snapshot.store, sample.trajectory_id
-            lineage = token_lineage(log, cursor, snapshot.cut, trajectory_id, turn.turn_id, index)
-    text = _texts(snapshot, sample).get(token_id)
+            lines, turn_id = snapshot.lines(), turn.turn_id
+            lineage = token_lineage(
+                log, cursor, snapshot.cut, trajectory_id, turn_id, index, lines=lines, shares=False
+            )
+    text = token_texts(snapshot, sample.run, sample.tokens[place : place + 1]).get(token_id)
     consumed = found.consumed
     return TokenCard(
         place,
         token_id,
         text,
-        None if text is None else text.encode(errors="replace").hex(" "),
+        None if text is None else _bytes_of(text).hex(" "),
         bool(sample.loss_mask[place]),
         lineage,
         _at(consumed, place, None if consumed is None else consumed.advantages),
         _at(consumed, place, None if consumed is None else consumed.vectors.get("logprobs")),
     )
+
+
+_PARTIAL = re.compile(rb"\\x([89a-f][0-9a-f])")
+"""A byte of a character of which a token holds a part, in the text that `token_text` gives it."""
+
+
+def _bytes_of(text: str) -> bytes:
+    return _PARTIAL.sub(lambda found: bytes.fromhex(found[1].decode()), text.encode(errors="replace"))
 
 
 def _at(consumed: ConsumedSample | None, place: int, values: Floats | None) -> float | None:

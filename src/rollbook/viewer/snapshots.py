@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import pyarrow.compute as pc
 
+from rollbook.lineage.line import Line, Lines, read_line
 from rollbook.store import Store
 from rollbook.store.cut import Cut, format_cut
 from rollbook.store.events import Event, codec
@@ -60,9 +61,10 @@ class Snapshot:
         return next(iter(self.rows(query, **parameters)), None)
 
     def events(self, where: str, **parameters: Any) -> list[Event]:
-        """The events of a condition over the view `events`, in no order."""
+        """The events of a condition, in no order; not of turns' requests and replies, which are most
+        of a log."""
         with self.connection.cursor() as cursor:
-            query = f"SELECT * FROM events WHERE {where}"
+            query = f"SELECT * FROM internal.mark_events WHERE {where}"
             table = cursor.sql(query, params=parameters).to_arrow_table()
         lanes = table["lane"].unique().to_pylist()
         batches = (
@@ -71,6 +73,15 @@ class Snapshot:
             for batch in table.filter(pc.field("lane") == lane).drop_columns("lane").to_batches()
         )
         return [event for lane, batch in batches for event in codec.decode(codec.conform(batch), lane)]
+
+    def lines(self) -> Lines:
+        """The lines of policies, each of which pages of one cut share."""
+
+        def read(run: str, policy: str) -> Line:
+            with self.connection.cursor() as cursor:
+                return read_line(cursor, run, policy)
+
+        return Lines(lambda run, policy: self.once(("line", run, policy), lambda: read(run, policy)))
 
     def once(self, key: tuple[Any, ...], answer: Callable[[], _T]) -> _T:
         """An answer that pages of one cut share; whoever asks first computes it, and others wait."""
@@ -112,6 +123,11 @@ class Snapshots:
             with self._lock:
                 snapshot.readers -= 1
                 self._close_unread(snapshot)
+
+    def outdate(self) -> None:
+        """Have the next page look at the log anew: it has just grown."""
+        if (newest := self._newest) is not None:
+            newest.checked_s = -FRESH_S
 
     def close(self) -> None:
         """Close the newest one, once nobody reads it."""

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from rollbook.lineage.records import Attempt
-from rollbook.lineage.uses import places_of
+from rollbook.lineage.trajectories import places_of
 from rollbook.store.errors import RequestError
 from rollbook.store.events import StepPlanned
 from rollbook.store.sql.relations import AMONG, among

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +12,31 @@ from rollbook.lineage.trajectories import trajectory_lineage
 from rollbook.store.errors import CutError, RequestError
 from rollbook.store.events import Event
 from rollbook.store.events.event_json import as_json
+from rollbook.store.fold.trajectory import Turn, fold
 from rollbook.transcript.facts import TrajectoryFacts, TurnFacts
 from rollbook.transcript.reading import facts_of
-from rollbook.viewer.pages import Page, Query, missing
+from rollbook.viewer.pages import Page, Query, missing, whole_number
 from rollbook.viewer.snapshots import Snapshot
 
 WIDTH = 1000
 """Of the lane of time, in units of its own."""
+SHOWN = 100
+"""Turns of a page; `from` in its address is the number of the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Turns that follow each other, and the branches that begin behind the last of them."""
+    """Turns of a page that follow each other.
 
-    turns: Sequence[TurnFacts]
-    branches: Sequence[Branch]
+    Attributes:
+        depth: how many times the tree forks above it.
+        behind: number of the turn that the first of them extends; null where that is a root.
+        numbers: of its turns.
+    """
+
+    depth: int
+    behind: int | None
+    numbers: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,8 @@ class Stretch:
     """A stretch of time on the lane: what went on, of which turn, from and to where on it.
 
     Attributes:
-        kind: waiting, held, sampling or agent (its tools, and all else between two turns).
+        kind: waiting, held, prefill (until the engine's first token), sampling or agent (its tools, and all
+            else between two turns).
     """
 
     kind: str
@@ -45,20 +57,32 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryPage:
-    """A trajectory.
+    """A trajectory, and some of its turns.
 
     Attributes:
-        branches: its roots, as a tree.
+        facts: with the turns that are shown; count: of all.
+        before, after: number of the first turn of the page before and of the one behind.
+        branches: of the turns that are shown, as a tree: behind each comes what it forks into.
+        forks: whether the trajectory forks anywhere.
         lane: of time, by turn; sums: kind of stretch -> seconds in all.
-        leaves: turns that are the last of a sample.
+        leaves: of the turns that are shown, those that are the last of a sample.
     """
 
     facts: TrajectoryFacts
+    count: int
+    before: int | None
+    after: int | None
     branches: Sequence[Branch]
+    forks: bool
     lane: Sequence[Stretch]
     sums: Mapping[str, float]
     seconds: float
     leaves: Sequence[str]
+
+    def turns(self, branch: Branch) -> list[TurnFacts]:
+        """The turns of a branch."""
+        first = self.facts.turns[0].number
+        return [self.facts.turns[number - first] for number in branch.numbers]
 
 
 def read_trajectory(snapshot: Snapshot, query: Query) -> TrajectoryPage:
@@ -67,49 +91,105 @@ def read_trajectory(snapshot: Snapshot, query: Query) -> TrajectoryPage:
     Raises:
         RequestError: 404, the log does not hold it.
     """
-    facts = facts_of(_events(snapshot, query))
-    lane, seconds = _lane(facts)
+    events = _events(snapshot, query["trajectory_id"])
+    trajectory = fold(events).get(query["trajectory_id"])
+    if trajectory is None:
+        raise absent(query["trajectory_id"])
+    first = max((whole_number(query, "from") or 1) - 1, 0)
+    facts = facts_of(events, slice(first, first + SHOWN))
+    turns = list(trajectory.turns.values())
+    forest, end = _Forest(turns), min(first + SHOWN, len(turns))
+    lane, seconds = _lane(facts, facts.opened_us if first == 0 else None)
     sums: dict[str, float] = {}
     for stretch in lane:
         sums[stretch.kind] = sums.get(stretch.kind, 0.0) + stretch.seconds
-    parents = {turn.parent for turn in facts.turns if turn.status == "completed"}
-    leaves = [t.turn_id for t in facts.turns if t.status == "completed" and t.turn_id not in parents]
-    return TrajectoryPage(facts, _branches(facts.turns), lane, sums, seconds, leaves)
+    return TrajectoryPage(
+        facts=facts,
+        count=len(turns),
+        before=max(first - SHOWN, 0) + 1 if first else None,
+        after=end + 1 if first < end < len(turns) else None,
+        branches=forest.branches(first, end),
+        forks=forest.forks,
+        lane=lane,
+        sums=sums,
+        seconds=seconds,
+        leaves=[turns[at].turn_id for at in range(first, end) if forest.is_leaf(at)],
+    )
 
 
-def _events(snapshot: Snapshot, query: Query) -> list[Event]:
-    events = snapshot.store.events_about([query["trajectory_id"]])
+def facts_at(snapshot: Snapshot, trajectory_id: str) -> TrajectoryFacts:
+    """The facts of a trajectory.
+
+    Raises:
+        RequestError: 404, the log does not hold it.
+    """
+    return facts_of(_events(snapshot, trajectory_id))
+
+
+def _events(snapshot: Snapshot, trajectory_id: str) -> list[Event]:
+    events = snapshot.store.events_about([trajectory_id], snapshot.cut)
     if not events:
-        raise _absent(query)
+        raise absent(trajectory_id)
     return events
 
 
-def _absent(query: Query) -> RequestError:
-    return missing(f"trajectory {query['trajectory_id']!r}", "was it dropped, or is its id cut short?")
+def absent(trajectory_id: str) -> RequestError:
+    """The error of a trajectory that the log does not hold."""
+    return missing(f"trajectory {trajectory_id!r}", "was it dropped, or is its id cut short?")
 
 
-def _branches(turns: Sequence[TurnFacts]) -> list[Branch]:
-    """The tree of turns: a turn goes on in its branch as long as one alone extends the one before."""
-    known = {turn.turn_id for turn in turns}
-    behind: dict[str | None, list[TurnFacts]] = {}
-    for turn in turns:
-        behind.setdefault(turn.parent if turn.parent in known else None, []).append(turn)
+class _Forest:
+    """Turns by the turns that they extend, which come before them; each is named by its place."""
 
-    def branch(turn: TurnFacts) -> Branch:
-        chain = [turn]
-        while len(after := behind.get(chain[-1].turn_id, [])) == 1:
-            chain += after
-        return Branch(chain, [branch(first) for first in after])
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        places = {turn.turn_id: at for at, turn in enumerate(turns)}
+        known = (places.get(turn.requested.parent_turn_id or "", -1) for turn in turns)
+        self._parents = [parent if parent < at else -1 for at, parent in enumerate(known)]
+        self._children = Counter(self._parents)
+        self._completed = [turn.completed is not None for turn in turns]
+        self._extended = {parent for parent, done in zip(self._parents, self._completed, strict=True) if done}
+        self._depths: list[int] = []
+        for parent in self._parents:
+            above = 0 if parent < 0 else self._depths[parent]
+            self._depths.append(above + (self._children[parent] > 1))
 
-    return [branch(root) for root in behind.get(None, [])]
+    @property
+    def forks(self) -> bool:
+        """Whether more than one turn extends the same, or begins the trajectory."""
+        return any(count > 1 for count in self._children.values())
+
+    def is_leaf(self, at: int) -> bool:
+        """Whether it is the last turn of a sample."""
+        return self._completed[at] and at not in self._extended
+
+    def branches(self, first: int, end: int) -> list[Branch]:
+        """The tree of these turns; a turn goes on in its branch while it alone extends the one before."""
+        behind: dict[int, list[int]] = {}
+        for at in range(first, end):
+            parent = self._parents[at]
+            behind.setdefault(parent if parent >= first else -1, []).append(at)
+        found, waiting = [], behind.get(-1, [])[::-1]
+        while waiting:
+            chain = [waiting.pop()]
+            while self._children[chain[-1]] == 1 and (after := behind.get(chain[-1])):
+                chain += after
+            parent = self._parents[chain[0]]
+            numbers = [at + 1 for at in chain]
+            found.append(Branch(self._depths[chain[0]], parent + 1 if parent >= 0 else None, numbers))
+            waiting += behind.get(chain[-1], [])[::-1]
+        return found
 
 
-def _lane(facts: TrajectoryFacts) -> tuple[list[Stretch], float]:
-    """Where the time of a trajectory went, and how many seconds it took."""
+def _lane(facts: TrajectoryFacts, opened_us: int | None) -> tuple[list[Stretch], float]:
+    """Where the time of its turns went, and how many seconds they took.
+
+    Args:
+        opened_us: when it was opened; None where earlier turns are not among these.
+    """
     timed = [turn for turn in facts.turns if turn.latency_ms is not None]
     if not timed:
         return [], 0.0
-    start = facts.opened_us
+    start = min(turn.requested_us for turn in timed) if opened_us is None else opened_us
     end = max(turn.requested_us + 1000 * (turn.latency_ms or 0) for turn in timed)
     whole = max(end - start, 1)
     stretches: list[Stretch] = []
@@ -127,8 +207,10 @@ def _lane(facts: TrajectoryFacts) -> tuple[list[Stretch], float]:
         held = min(float(timings.get("held_us") or 0), done - asked)
         engine = min(float(timings.get("engine_us") or done - asked - held), done - asked - held)
         add("waiting", turn.number, asked, done - held - engine)
+        first = min(float(timings.get("first_token_us") or 0), engine)
         add("held", turn.number, done - held - engine, done - engine)
-        add("sampling", turn.number, done - engine, done)
+        add("prefill", turn.number, done - engine, done - engine + first)
+        add("sampling", turn.number, done - engine + first, done)
         idle = max(idle, done)
     return stretches, whole / 1e6
 
@@ -152,7 +234,7 @@ def read_raw(snapshot: Snapshot, query: Query) -> RawTurn:
         RequestError: 404, the log does not hold it.
     """
     turn_id = query["turn_id"]
-    events = [event for event in _events(snapshot, query) if _is_of(event, turn_id)]
+    events = [event for event in _events(snapshot, query["trajectory_id"]) if _is_of(event, turn_id)]
     if not events:
         raise missing(f"turn {turn_id!r}", "the trajectory's page lists its turns")
     return RawTurn(query["trajectory_id"], turn_id, [as_json(event) for event in events])
@@ -166,9 +248,10 @@ def read_lineage(snapshot: Snapshot, query: Query) -> TrajectoryLineage:
     """Where a trajectory comes from, and what it led to."""
     with snapshot.connection.cursor() as cursor:
         try:
-            return trajectory_lineage(snapshot.store, cursor, snapshot.cut, query["trajectory_id"])
+            log, trajectory_id, lines = snapshot.store, query["trajectory_id"], snapshot.lines()
+            return trajectory_lineage(log, cursor, snapshot.cut, trajectory_id, lines=lines, shares=False)
         except CutError as error:
-            raise _absent(query) from error
+            raise absent(query["trajectory_id"]) from error
 
 
 PAGES = (

@@ -67,6 +67,7 @@ def test_a_trajectory(lineage: Told) -> None:
     assert "actor v4 w2 v2 renumbered c/4" in output
 
 
+@pytest.mark.more
 def test_an_adopted_and_a_dropped_one(lineage: Told) -> None:
     """The lanes in order, and the rule."""
     output = lineage("trajectory", "four")
@@ -159,7 +160,7 @@ def test_at_an_earlier_cut(cli: Callable[..., tuple[int, str, str]], lineages: S
 
 @pytest.mark.more_but(*(f"words{place}-*" for place in (0, 3, 5, 6, 7, 9)))
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reason"),
     [
         (("trajectory", "on"), "no trajectory 'on' among 6; near names: one; list them: rollbook sql"),
         (("trajectory", "one", "--run", "nope"), "no run 'nope'; there are: demo"),
@@ -173,9 +174,9 @@ def test_at_an_earlier_cut(cli: Callable[..., tuple[int, str, str]], lineages: S
         (("step", 1, "--as-of", "serve=1"), "this store has no step 1"),
     ],
 )
-def test_what_is_not_there(refused: Told, words: tuple[Any, ...], said: str) -> None:
+def test_what_is_not_there(refused: Told, words: tuple[Any, ...], reason: str) -> None:
     """The thing, and the remedy; exit code 2."""
-    assert said in refused(*words)
+    assert reason in refused(*words)
 
 
 @pytest.mark.more_but("step")

@@ -39,7 +39,7 @@ CLASS = 'tasks = "tasks.jsonl"\n[agent]\nlauncher = "python"\nrollout = "{}"\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ('[agent]\ncommand = ["true"]\n', "tasks: is missing"),
         ("tasks =", "not TOML"),
@@ -49,10 +49,10 @@ CLASS = 'tasks = "tasks.jsonl"\n[agent]\nlauncher = "python"\nrollout = "{}"\n'
         (CLASS.format("os:sep"), "no class derived from AgenticRollout"),
     ],
 )
-def test_what_cannot_be_used(rollout: Command, text: str, said: str) -> None:
+def test_what_cannot_be_used(rollout: Command, text: str, reason: str) -> None:
     """Nothing is started."""
     code, error = rollout(text)
-    assert (code, said in error) == (2, True), error
+    assert (code, reason in error) == (2, True), error
 
 
 def test_a_proxy_that_is_away(rollout: Command) -> None:

@@ -112,7 +112,7 @@ def test_json(log: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reason"),
     [
         (["--metric", "nope"], "--metric nope: there are policy_version, learning_rate, loss"),
         (["-o", "c.gif"], "--output c.gif: name a file that ends in .png, .svg, .pdf"),
@@ -123,14 +123,14 @@ def test_json(log: Store, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(
-    log: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+    log: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], reason: str
 ) -> None:
     """It is named, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
     code, out = _run("plot", "--store", log.path, *words)
     assert code != 0
-    assert said in " ".join(out.split())
+    assert reason in " ".join(out.split())
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -71,6 +71,11 @@ def _update(served: Any, model: Path, version: int | str | None = None) -> Any:
     return served.post("/engine/update_weights_from_disk", json=body)
 
 
+def _all(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Top-k and top-p of rows that keep every token."""
+    return torch.zeros(rows), torch.ones(rows)
+
+
 # Sampling ------------------------------------------------------------------------------------------
 
 
@@ -169,7 +174,7 @@ def test_sampled_frequencies_follow_the_distribution() -> None:
     """Tokens drawn by inversion have the distribution's frequencies; impossible ones never come."""
     logits = torch.tensor([2.0, -1.0, 0.5, float("-inf"), 0.0, -3.0, float("-inf")])
     draws = torch.tensor([uniform_draw(9, i) for i in range(20000)], dtype=torch.float32)
-    tokens, logprobs = sample(logits.expand(len(draws), -1), draws)
+    tokens, logprobs = sample(logits.expand(len(draws), -1), draws, *_all(len(draws)))
     probabilities = torch.softmax(logits.double(), -1).numpy()
     counts = np.bincount(tokens.numpy(), minlength=7)
     assert counts[3] == counts[6] == 0
@@ -182,7 +187,7 @@ def test_sampled_frequencies_follow_the_distribution() -> None:
 def test_the_sampler_at_its_edges() -> None:
     """The smallest and the largest draw, and a greedy row among others."""
     scores = torch.tensor([[float("-inf"), 0.0, 1.0, float("-inf")]]).expand(3, -1)
-    tokens, logprobs = sample(scores, torch.tensor([0.0, 1 - 2**-24, GREEDY]))
+    tokens, logprobs = sample(scores, torch.tensor([0.0, 1 - 2**-24, GREEDY]), *_all(3))
     assert tokens.tolist() == [1, 2, 2]
     assert logprobs.isfinite().all()
 
@@ -354,6 +359,7 @@ def test_pausing_holds_requests_until_it_continues(steady: InProcess) -> None:
 
     generation = steady.run(scenario())
     assert generation.timings["held_us"] > 250_000
+    assert 0 < generation.timings["first_token_us"] <= generation.timings["engine_us"] < 250_000
     assert len(generation.completion_ids) <= 4
 
 
@@ -449,7 +455,7 @@ def test_a_model_that_cannot_be_served_is_named(tmp_path: Path, tiny_model: Path
         read_weights(tmp_path)
 
 
-def _said(folder: Path, run: str, digest: str) -> Path:
+def _with_origin(folder: Path, run: str, digest: str) -> Path:
     """The folder, which says that it is version 12 of a run."""
     origin = {"run": run, "policy": "actor", "policy_version": 12, "weights_digest": digest}
     (folder / "rollbook.json").write_text(json.dumps(origin))
@@ -461,7 +467,7 @@ def test_only_a_version_of_the_run_gives_its_own_version(
 ) -> None:
     """Without a version in the request the log names it: by run, policy, version and digest."""
     digest = digest_tensors(read_weights(other_model))
-    folder = _said(Path(shutil.copytree(other_model, tmp_path / "published")), "default", digest)
+    folder = _with_origin(Path(shutil.copytree(other_model, tmp_path / "published")), "default", digest)
     served.engine.weights.begin_with(WeightLog(served.store, "default", "actor").own)
     refused = _update(served, folder)
     assert refused.status_code == 400
@@ -478,7 +484,9 @@ def test_only_a_version_of_the_run_gives_its_own_version(
 def test_an_engine_begins_with_version_0(tiny_model: Path, tmp_path: Path, store: Store) -> None:
     """Whatever another run called the model; what the run itself has as a version is that one."""
     digest = digest_tensors(read_weights(tiny_model))
-    engine = EmbeddedEngine(_said(Path(shutil.copytree(tiny_model, tmp_path / "exported")), "run", digest))
+    engine = EmbeddedEngine(
+        _with_origin(Path(shutil.copytree(tiny_model, tmp_path / "exported")), "run", digest)
+    )
     assert engine.held() == (0, digest)
     for run, wanted in (("run", 0), ("other", 0), ("run", 12), ("other", 0)):
         if wanted:

@@ -120,7 +120,7 @@ def _generate(served: Any, tokens: int = 12) -> Generation:
 # Architectures ------------------------------------------------------------------------------------
 
 
-@pytest.mark.more_but("qwen3-tied", "gpt-oss")
+@pytest.mark.more_but("gpt-oss")
 def test_any_architecture_is_loaded_served_and_updated(
     pair: tuple[Path, Path],
     tiny_model: Path,

@@ -99,6 +99,9 @@ def test_the_log_holds_what_the_server_said(
         assert turn.completed.finish_reason == "stop"
         assert turn.completed.policy_version == 7
         assert seen["stream"] == stream
+        timings = turn.completed.timings
+        assert ("first_token_us" in timings) is stream
+        assert timings.get("first_token_us", 0) <= timings["engine_us"]
         assert turn.delivered == "sent"
     health = proxy.ask("/healthz", method="GET").json
     assert (health["engine"], health["policy_version"]) == ("sglang", 7)

@@ -18,6 +18,7 @@ import orjson
 import pytest
 from tests.fakes.stories.weights import ToldWeights
 
+from rollbook.bench.scripted.asgi import reply
 from rollbook.bench.scripted.job import Answer, Options, in_turn, logprobs_of
 from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines.engine import Generation, Prompt, Sampling, ignore_tokens
@@ -33,7 +34,7 @@ from rollbook.engines.weights.name import version_in
 from rollbook.store.errors import EngineError, ModelError
 from rollbook.store.events import VersionSpan, token_ids
 from rollbook.store.events.routed_experts import unpack
-from rollbook.testing.asgi import reply, serving
+from rollbook.testing.asgi import serving
 
 PROMPT = Prompt(token_ids([1, 2, 3]), (), None, "rid")
 SAMPLING = Sampling(12, 1.0, 7)
@@ -413,7 +414,7 @@ def test_a_server_that_tells_no_experts(run: Callable[[Any], Any]) -> None:
 SENT = {"top_p": 0.9, "temperature": 0.5, "repetition_penalty": 1.1, "max_new_tokens": 9}
 
 
-@pytest.mark.parametrize("form", [lambda told: told, lambda told: json.dumps(told)])
+@pytest.mark.parametrize("form", [lambda fields: fields, lambda fields: json.dumps(fields)])
 @pytest.mark.parametrize("key", ["stop", "logit_bias", "json_schema", "stop_token_ids", "ignore_eos", "n"])
 def test_a_server_with_sampling_parameters_of_its_own(run: Callable[[Any], Any], key: str, form: Any) -> None:
     """Those that no request sets would be sampled with, and recorded by nobody."""

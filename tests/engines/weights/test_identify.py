@@ -27,9 +27,8 @@ from rollbook.engines.fleet import Fleet
 from rollbook.engines.sglang.client import SglangEngine
 from rollbook.engines.sglang.http import Keys
 from rollbook.engines.weights import identify
-from rollbook.engines.weights.compare import Held, answer, compare
+from rollbook.engines.weights.compare import Held, answer, compare, expected_ranks_digest
 from rollbook.engines.weights.digests import digest_tensors, read_weights
-from rollbook.engines.weights.expected import expected_ranks_digest
 from rollbook.engines.weights.identify import Identity
 from rollbook.engines.weights.log import WeightLog
 from rollbook.engines.weights.name import weight_name
@@ -113,7 +112,7 @@ class World:
         """A trainer says so."""
         self.writer.append([Event(record, "run") for record in records]).result()
 
-    def told(self, *kinds: type) -> list[Any]:
+    def records(self, *kinds: type) -> list[Any]:
         """Records of the log."""
         return [event.record for event in self.log.events() if isinstance(event.record, kinds)]
 
@@ -186,13 +185,13 @@ def test_one_value_of_one_tensor(world: World, name: str) -> None:
         compare(other, held_by(world))
 
 
-@pytest.mark.parametrize("told", ["bfloat16", "auto"])
-def test_weights_in_the_type_of_the_files(world: World, told: str) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+def test_weights_in_the_type_of_the_files(world: World, dtype: str) -> None:
     """Nothing is rounded, so an engine in half precision holds just those; the digest is of float32."""
     model = make_model(world.folder / "half", 3, torch.bfloat16)
     wide = {name: tensor.float() for name, tensor in read_weights(model).items()}
     expected = (digest_tensors(wide), HELD | {"dtype": "bfloat16"})
-    assert compare(model, held_by(world, "bfloat16", told, model)) == expected
+    assert compare(model, held_by(world, "bfloat16", dtype, model)) == expected
 
 
 def test_weights_that_were_rounded(world: World) -> None:
@@ -324,7 +323,7 @@ def test_a_server_of_the_runs_model(world: World) -> None:
             await engine.close()
 
     run(scenario)
-    [bound] = world.told(PolicyActivated)
+    [bound] = world.records(PolicyActivated)
     assert bound.weight_name == app.weight_version
     assert (bound.policy_version, bound.engine, bound.path) == (0, url, str(world.model))
     assert bound.weights_digest == digest_tensors(read_weights(world.model))
@@ -347,7 +346,7 @@ def test_a_server_of_other_weights(world: World) -> None:
         await engine.close()
 
     run(scenario)
-    assert world.told(PolicyActivated) == []
+    assert world.records(PolicyActivated) == []
     assert app.weight_version == "default"
 
 
@@ -389,7 +388,7 @@ def test_nothing_to_compare_with(world: World) -> None:
         await engine.close()
 
     run(scenario)
-    assert [(r.policy_version, r.held) for r in world.told(PolicyActivated)] == [(4, HELD), (4, HELD)]
+    assert [(r.policy_version, r.held) for r in world.records(PolicyActivated)] == [(4, HELD), (4, HELD)]
 
 
 def test_a_server_started_from_a_checkpoint(world: World) -> None:
@@ -426,7 +425,7 @@ def test_a_server_of_an_exported_model(world: World, of: str) -> None:
 
     wanted = 3 if of == "this run" else 0
     assert run(scenario) == [wanted]
-    [bound] = world.told(PolicyActivated)
+    [bound] = world.records(PolicyActivated)
     assert (bound.policy_version, bound.weights_digest) == (wanted, digest)
 
 
@@ -447,7 +446,7 @@ def test_an_exported_model_that_was_changed(world: World) -> None:
         return why
 
     assert f"their digest is {changed[:16]}, and its rollbook.json names {digest[:16]}" in run(scenario)
-    assert world.told(PolicyActivated) == []
+    assert world.records(PolicyActivated) == []
 
 
 def test_another_model_in_a_run_that_has_a_version_0(world: World) -> None:
@@ -469,7 +468,7 @@ def test_another_model_in_a_run_that_has_a_version_0(world: World) -> None:
         await elsewhere.close()
 
     run(scenario)
-    assert len(world.told(PolicyActivated)) == 2
+    assert len(world.records(PolicyActivated)) == 2
     assert app.weight_version.startswith("another/actor/0/")
 
 
@@ -487,7 +486,7 @@ def test_two_that_bind_one_version_at_once(world: World) -> None:
 
     outcomes = run(scenario)
     assert sorted(type(outcome).__name__ for outcome in outcomes) == ["NoneType", "VersionError"]
-    assert len(world.told(PolicyActivated)) == 1
+    assert len(world.records(PolicyActivated)) == 1
 
 
 @pytest.mark.parametrize("moment", ["before", "meanwhile"])
@@ -513,7 +512,7 @@ def test_a_sync_is_not_named_over(world: World, monkeypatch: pytest.MonkeyPatch,
         await engine.start(activated)
         assert "sync" in str(engine.unverified())
         assert await asked(engine, "r0") == []
-        assert world.told(PolicyActivated) == []
+        assert world.records(PolicyActivated) == []
         await asyncio.to_thread(world.tells, SyncFinished("actor", 1, "s1", url, 1, 0.1))
         await engine.verify()
         assert engine.policy_version() == 0, "it is looked at again, since nothing was found out"
@@ -547,7 +546,7 @@ def test_a_server_that_is_started_anew_behind_an_idle_proxy(world: World) -> Non
         await fleet.close()
 
     run(scenario)
-    assert len(world.told(PolicyActivated)) == 1
+    assert len(world.records(PolicyActivated)) == 1
 
 
 def test_a_server_that_is_started_anew_with_the_same_weights(world: World) -> None:
@@ -565,7 +564,7 @@ def test_a_server_that_is_started_anew_with_the_same_weights(world: World) -> No
         await fleet.close()
 
     run(scenario)
-    assert len({record.weight_name for record in world.told(PolicyActivated)}) == 2
+    assert len({record.weight_name for record in world.records(PolicyActivated)}) == 2
 
 
 def test_weights_of_no_version_are_not_compared_again_and_again(

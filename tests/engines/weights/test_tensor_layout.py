@@ -12,10 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.engines.weights.expected import Expected, Holding, describe_holding, expected_ranks_digest
+from rollbook.engines.weights.compare import (
+    Expected,
+    Holding,
+    TensorPart,
+    describe_holding,
+    expected_ranks_digest,
+    part_of,
+    shard,
+)
 from rollbook.engines.weights.rank_checksums import RankChecksums, ranks_digest
 from rollbook.engines.weights.tensor_checksums import Sha256Checksum
-from rollbook.engines.weights.tensor_layout import TensorPart, part_of, shard
 from rollbook.store.errors import EngineError, FormatError
 from rollbook.store.events import Json
 

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from rollbook.bench.scripted.asgi import run_alone
 from rollbook.bench.scripted.job import Options
 from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.bench.scripted.weights import Fault
 from rollbook.bench.tied import end_with_parent
-from rollbook.testing.asgi import run_alone
 
 LONG = timedelta(minutes=30)
 """SGLang's groups wait as long: only the other side's end can end it sooner."""

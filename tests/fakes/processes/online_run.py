@@ -13,7 +13,7 @@ from typing import Any
 from rollbook import store as rb
 from rollbook.demo.model import make_model
 from rollbook.demo.processes import rollbook_command
-from rollbook.rollouts.launchers.leaks import start_of
+from rollbook.rollouts.launchers.cgroups import start_of
 from rollbook.store import Store
 from rollbook.testing.asgi import free_port
 

@@ -54,6 +54,6 @@ def launches(server: Any, name: str) -> list[dict[str, Any]]:
         return [dict(zip(columns, row, strict=True)) for row in rows.fetchall()]
 
 
-def told(rows: list[dict[str, Any]], *columns: str) -> list[Any]:
+def columns_of(rows: list[dict[str, Any]], *columns: str) -> list[Any]:
     """These columns of each."""
     return [tuple(row[column] for column in columns) for row in rows]

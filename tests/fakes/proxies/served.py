@@ -16,6 +16,13 @@ from rollbook.testing.asgi import free_port
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 
+FEWER = """
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_NOFILE, ({0}, {0}))
+runpy.run_module("rollbook", run_name="__main__", alter_sys=True)
+"""
+"""A program: `rollbook`, with so many descriptors."""
+
 SCRIPT = '''
 import asyncio, json
 
@@ -54,17 +61,13 @@ class Served:
     def start(self) -> None:
         """Start the process and wait until it answers."""
         self.interrupted = False
-        fewer = ["prlimit", f"--nofile={self.descriptors}"] if self.descriptors else []
-        command = [*fewer, sys.executable, "-m", "rollbook", "serve", "--store", str(self.path)]
+        program = ["-c", FEWER.format(self.descriptors)] if self.descriptors else ["-m", "rollbook"]
+        command = [sys.executable, *program, "serve", "--store", str(self.path)]
         command += ["--port", str(self.port), *self.arguments]
         environment = os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
-            streams = {"env": environment, "stdout": log, "stderr": log}
-            if fewer:
-                self.process = subprocess.Popen(command, **streams)
-            else:
-                modules = LIGHT if "--engine" in self.arguments else EMBEDDED
-                self.process = WarmProcess(command, modules=modules, **streams)
+            modules = LIGHT if "--engine" in self.arguments else EMBEDDED
+            self.process = WarmProcess(command, modules=modules, env=environment, stdout=log, stderr=log)
         for _ in range(600):
             if self.process.poll() is not None:
                 raise RuntimeError(f"rollbook serve ended: {self.log.read_text()}")

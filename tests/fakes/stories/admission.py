@@ -16,7 +16,7 @@ class Story:
     """A run of two proxies and a trainer, told in the order in which it happened: (lane, record)."""
 
     size: int
-    told: list[tuple[str, Record]] = field(default_factory=list)
+    records: list[tuple[str, Record]] = field(default_factory=list)
     units: list[list[str]] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
     productive: set[str] = field(default_factory=set)
@@ -25,7 +25,7 @@ class Story:
 
     def tell(self, lane: str, *records: Record) -> None:
         """Something happens."""
-        self.told += [(lane, record) for record in records]
+        self.records += [(lane, record) for record in records]
 
     def go(self, draw: Any) -> None:
         """Something happens, mostly to what has begun."""

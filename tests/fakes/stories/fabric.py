@@ -178,6 +178,14 @@ def model_folder() -> Path:
 
 
 @functools.cache
+def untied_folder() -> Path:
+    """A tiny model whose output has weights of its own, made once."""
+    folder = scratch() / "untied"
+    make_model(folder, tied=False)
+    return folder
+
+
+@functools.cache
 def _scratch_holder() -> Any:
     return tempfile.TemporaryDirectory(prefix="rollbook-train-tests-")
 

@@ -61,7 +61,7 @@ class History:
         self.lanes: dict[str, list[Event]] = defaultdict(list)
         self.instants: list[dict[str, int]] = [{}]
         """The closed cuts, in order."""
-        self.told: list[Told] = []
+        self.trajectories: list[Told] = []
         self._attempts: dict[tuple[str, str, int], int] = defaultdict(int)
         self._steps: dict[tuple[str, str], int] = defaultdict(int)
         self._number = 0
@@ -100,13 +100,13 @@ class History:
             trajectory.last_event = event.event_id
 
     def _pick(self, *, finished: bool) -> Told | None:
-        fit = [t for t in self.told if t.finished == finished]
+        fit = [t for t in self.trajectories if t.finished == finished]
         return self._rng.choice(fit) if fit else None
 
     def _open(self) -> None:
-        name = f"t{len(self.told)}"
+        name = f"t{len(self.trajectories)}"
         trajectory = Told(name, self._rng.choice(RUNS), self._rng.choice("ab"), self._rng.choice(SPLITS))
-        self.told.append(trajectory)
+        self.trajectories.append(trajectory)
         self._write(trajectory, kinds.TrajectoryOpened(name, name, None, None, trajectory.split))
 
     def _turn(self) -> None:
@@ -171,7 +171,7 @@ class History:
         return spans[-1].policy, spans[-1].version, tuple(spans)
 
     def _deliver(self) -> None:
-        late = [t for t in self.told if t.waiting]
+        late = [t for t in self.trajectories if t.waiting]
         if late:
             trajectory = self._rng.choice(late)
             turn_id = trajectory.waiting.pop(self._rng.randrange(len(trajectory.waiting)))
@@ -197,8 +197,8 @@ class History:
         self._write(trajectory, adopted)
 
     def _reward(self) -> None:
-        if self.told:
-            trajectory = self._rng.choice(self.told)
+        if self.trajectories:
+            trajectory = self._rng.choice(self.trajectories)
             self._write(trajectory, kinds.RewardAssigned(trajectory.id, None, 1.0, "judge"), "judge")
 
     def _step(self) -> None:
@@ -207,10 +207,14 @@ class History:
         run, policy = rng.choice(RUNS), rng.choice(("actor", "critic"))
         step = self._steps[run, policy]
         attempt = self._attempts[run, policy, step] + 1
-        names = [(t.id, leaf) for t in self.told if t.finished and t.run == run for leaf in t.leaves()]
+        names = [
+            (t.id, leaf) for t in self.trajectories if t.finished and t.run == run for leaf in t.leaves()
+        ]
         recipe = {"paths": "last"} if rng.random() < 0.3 else {}
         if recipe:
-            names = [(t.id, t.last_leaf()) for t in self.told if t.finished and t.run == run and t.whole]
+            names = [
+                (t.id, t.last_leaf()) for t in self.trajectories if t.finished and t.run == run and t.whole
+            ]
         rng.shuffle(names)
         used = rng.randint(0, len(names))
         for trajectory_id, turn_id in names[used : used + rng.randint(0, 2)]:

@@ -1,9 +1,11 @@
-"""Records of a turn and of a step, by keyword: a test names what it is about, the rest is plain."""
+"""Records of a turn and of a step, by keyword: a test names what it is about, the rest is plain. And the
+records that a store holds, by kind."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rollbook.store import Store
 from rollbook.store.events import StepPlanned, TurnCompleted, TurnRequested, token_ids
 
 
@@ -65,3 +67,13 @@ def step_planned(step: int, **fields: Any) -> StepPlanned:
         "environment": {},
     }
     return StepPlanned(step, **(plain | fields))
+
+
+def records_of(log: Store, *kinds: type[Any]) -> list[Any]:
+    """The records of these kinds, in order."""
+    return [event.record for event in log.events() if isinstance(event.record, kinds)]
+
+
+def trainer_records(log: Store, *kinds: type[Any]) -> list[Any]:
+    """The trainer's records of these kinds, in order."""
+    return [e.record for e in log.events() if e.lane == "train" and isinstance(e.record, kinds)]

@@ -268,13 +268,13 @@ def test_the_count_is_the_same_in_any_order_of_lanes(data: st.DataObject, size: 
     """As it happens, and read lane by lane afterwards, the trainer's lane first, in the middle or last."""
     story = Story(size)
     story.tell("train", begins(size, limit=1000))
-    live = folded(story.told[0][1])
+    live = folded(story.records[0][1])
     for _ in range(data.draw(st.integers(1, 40))):
-        start = len(story.told)
+        start = len(story.records)
         data.draw(st.sampled_from([story.begin, story.go_on, story.go_on, story.go_on, story.train]))(
             data.draw
         )
-        live.add_all(Event(record, RUN) for _, record in story.told[start:])
+        live.add_all(Event(record, RUN) for _, record in story.records[start:])
     assert live.count == story.outstanding
     assert live.version == story.steps
     for lanes in (
@@ -282,7 +282,7 @@ def test_the_count_is_the_same_in_any_order_of_lanes(data: st.DataObject, size: 
         ["a-proxy", "train", "z-proxy"],
         ["z-proxy", "a-proxy", "train"],
     ):
-        again = folded(*(record for lane in lanes for where, record in story.told if where == lane))
+        again = folded(*(record for lane in lanes for where, record in story.records if where == lane))
         assert (again.count, again.version) == (live.count, live.version), lanes
 
 
@@ -300,6 +300,6 @@ def test_nothing_is_kept_of_what_was_used(data: st.DataObject, size: int) -> Non
         story.running.remove(name)
     while story.outstanding:
         story.train(data.draw)
-    fold = folded(*(record for _, record in story.told))
+    fold = folded(*(record for _, record in story.records))
     held = (fold._groups, fold._group_of, fold._latest, fold._trajectories, fold._planned, fold._closed)
     assert (fold.count, fold._spent, *map(len, held)) == (0,) * 8

@@ -11,9 +11,9 @@ import httpx
 import orjson
 import pytest
 
-from rollbook.ingest.cluster.doors import OfPeers
 from rollbook.ingest.cluster.messages import PREFIX, TOKEN_HEADER, check_answer, check_question
 from rollbook.ingest.cluster.peers import PeerBus
+from rollbook.ingest.cluster.setup import OfPeers
 from rollbook.store.errors import RequestError
 
 BEGUN = {"from": 1, "process": "p"}
@@ -74,7 +74,7 @@ def test_a_malformed_message(kind: str, asked: Any, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "answer"),
     [
         ("holds", {"holds": "all", "number": 0, "process": "p"}),
         ("holds", []),
@@ -85,10 +85,10 @@ def test_a_malformed_message(kind: str, asked: Any, caplog: pytest.LogCaptureFix
         ("left", {}),
     ],
 )
-def test_a_malformed_answer(kind: str, said: Any) -> None:
+def test_a_malformed_answer(kind: str, answer: Any) -> None:
     """Of whoever has a proxy's address is no answer."""
     with pytest.raises(RequestError, match=f"^{kind}: "):
-        check_answer(kind, said)
+        check_answer(kind, answer)
 
 
 def test_answers() -> None:

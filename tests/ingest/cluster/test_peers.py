@@ -279,6 +279,7 @@ def test_it_comes_as_it_was_sent(cluster: Callable[..., Cluster]) -> None:
     assert reply.json()["lane"] == "serve-0"
 
 
+@pytest.mark.more
 def test_the_first_is_killed(cluster: Callable[..., Cluster]) -> None:
     """What names nothing waits for whoever stands in for it, also there."""
     three = cluster(3, "--seal")

@@ -12,7 +12,7 @@ ASKED = {"role": "user", "content": "2+2?"}
 RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("4", "5"))
 
 
-def _said(row: dict[str, Any], copies: int = 0) -> list[tuple[list[Any], int | None, float | None]]:
+def _lines(row: dict[str, Any], copies: int = 0) -> list[tuple[list[Any], int | None, float | None]]:
     chats = converted(row, copies)
     return [(line["messages"], line.get("context"), line.get("reward")) for line in chats.lines]
 
@@ -21,9 +21,9 @@ def test_prompts_and_completions() -> None:
     """As texts and as messages, with a label as reward; the prompt is context."""
     text = {"prompt": "2+2?", "completion": "4"}
     chat = {"prompt": [ASKED], "completion": [RIGHT]}
-    assert _said(text) == _said(chat) == [([ASKED, RIGHT], 1, None)]
-    assert _said(text | {"label": True}) == [([ASKED, RIGHT], 1, 1.0)]
-    assert _said(text | {"label": False}) == [([ASKED, RIGHT], 1, 0.0)]
+    assert _lines(text) == _lines(chat) == [([ASKED, RIGHT], 1, None)]
+    assert _lines(text | {"label": True}) == [([ASKED, RIGHT], 1, 1.0)]
+    assert _lines(text | {"label": False}) == [([ASKED, RIGHT], 1, 0.0)]
 
 
 def test_preferences() -> None:
@@ -58,7 +58,7 @@ def test_names_follow_from_content() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "reason"),
     [
         ({"text": "x"}, "it has text: a text without roles"),
         ({}, "it has no key"),
@@ -73,7 +73,7 @@ def test_names_follow_from_content() -> None:
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": float("nan")}, "margin is nan"),
     ],
 )
-def test_what_is_refused(row: dict[str, Any], said: str) -> None:
+def test_what_is_refused(row: dict[str, Any], reason: str) -> None:
     """With what is wrong, and what to write."""
-    with pytest.raises(RowError, match=said):
+    with pytest.raises(RowError, match=reason):
         converted(row)

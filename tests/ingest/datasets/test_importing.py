@@ -24,7 +24,7 @@ from rollbook.store.events import PreferenceAdded, TurnCompleted
 from rollbook.store.interchange.export import export_store
 from rollbook.store.interchange.importing import import_chats
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.batches.recipe_result import apply_recipe
+from rollbook.train.batches.units import apply_recipe
 from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.select.samples import Sample, all_samples
 
@@ -146,7 +146,7 @@ def test_dpo_and_sft_take_them(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "reason"),
     [
         ([PAIR, {"prompt": "a"}], "row 2: it has prompt: a prompt without an answer"),
         ([{"prompt": [{"role": "robot", "content": "x"}], "completion": "y"}], "row 1: .*robot"),
@@ -154,10 +154,10 @@ def test_dpo_and_sft_take_them(tmp_path: Path, model: Path) -> None:
         ([[1]], "row 1: is no object"),
     ],
 )
-def test_a_bad_row_stops_all(tmp_path: Path, model: Path, rows: list[Any], said: str) -> None:
+def test_a_bad_row_stops_all(tmp_path: Path, model: Path, rows: list[Any], reason: str) -> None:
     """Nothing is written, not even a store; or such rows are left out, and counted."""
     file = _file(tmp_path, *rows)
-    with pytest.raises(InterchangeError, match=said):
+    with pytest.raises(InterchangeError, match=reason):
         import_dataset(file, tmp_path / "store", "r", model)
     assert not (tmp_path / "store").exists()
     if rows[0] == PAIR:
@@ -167,7 +167,7 @@ def test_a_bad_row_stops_all(tmp_path: Path, model: Path, rows: list[Any], said:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "reason"),
     [
         ("rows.txt", "a,b", "ends with none of .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow"),
         ("rows.json", "{}", "holds no list of rows"),
@@ -179,12 +179,12 @@ def test_a_bad_row_stops_all(tmp_path: Path, model: Path, rows: list[Any], said:
     ],
 )
 def test_files_that_cannot_be_read(
-    tmp_path: Path, model: Path, name: str, content: str | None, said: str
+    tmp_path: Path, model: Path, name: str, content: str | None, reason: str
 ) -> None:
     """The message names the file, and what to do."""
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(InterchangeError, match=said):
+    with pytest.raises(InterchangeError, match=reason):
         import_dataset(tmp_path / name, tmp_path / "store", "r", model)
 
 

@@ -84,7 +84,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path, model: Path, tokenizer: Cha
 
 
 @pytest.mark.parametrize(
-    ("reply", "leave_out", "said"),
+    ("reply", "leave_out", "reason"),
     [
         (WARM | {"content": ""}, (), "the reply says nothing"),
         (WARM | {"content": " \n"}, (), "the reply says nothing"),
@@ -98,11 +98,11 @@ def test_what_is_left_out_is_counted(tmp_path: Path, model: Path, tokenizer: Cha
     ],
 )
 def test_an_empty_reply_is_never_trained(
-    tmp_path: Path, model: Path, reply: Any, leave_out: tuple[str, ...], said: str
+    tmp_path: Path, model: Path, reply: Any, leave_out: tuple[str, ...], reason: str
 ) -> None:
     """Nor one that ends in its middle."""
     reading = Reading(leave_out=leave_out)
-    with pytest.raises(InterchangeError, match=said):
+    with pytest.raises(InterchangeError, match=reason):
         import_dataset(_file(tmp_path, [USER, reply]), tmp_path / "store", "r", model, reading=reading)
     assert not (tmp_path / "store").exists()
 

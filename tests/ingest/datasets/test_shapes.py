@@ -41,18 +41,18 @@ LONG = ["u:Two and two?", "a:Four.", "u:Sure?", "a:Yes."]
 ROLE = {"s": "system", "u": "user", "a": "assistant", "t": "tool", "d": "developer", "f": "function"}
 
 
-def _said(*words: str, role: str = "role", content: str = "content", **names: str) -> list[dict[str, Any]]:
+def _turns(*words: str, role: str = "role", content: str = "content", **names: str) -> list[dict[str, Any]]:
     """Messages, such as `u:Hello`; a `-` behind one of the assistant's excludes it."""
     roles = ROLE | names
     return [{role: roles[word[0]], content: word[2:]} for word in words]
 
 
 def _gpt(*words: str) -> list[dict[str, Any]]:
-    return _said(*words, role="from", content="value", u="human", a="gpt", t="observation")
+    return _turns(*words, role="from", content="value", u="human", a="gpt", t="observation")
 
 
 def _trl(*words: str) -> Any:
-    return _said(*words)
+    return _turns(*words)
 
 
 def _lines(*rows: Any) -> bytes:
@@ -74,45 +74,45 @@ def _zstd(data: bytes) -> bytes:
     return bytes(sink.getvalue())
 
 
-MESSAGES = {"messages": _said(*LONG)}
+MESSAGES = {"messages": _turns(*LONG)}
 # name of a case -> (name of its file, its content or its only row, conversation and trained replies of each
 # trajectory in order). A trained reply is its text; tools and labels are looked at apart.
 SHAPES: dict[str, tuple[str, Any, list[tuple[list[str], list[str]]]]] = {
     "messages": ("x.jsonl", MESSAGES, [(LONG, ["Four.", "Yes."])]),
     "weight 0 of OpenAI": (
         "x.jsonl",
-        {"messages": [*_said(*LONG[:1]), {**_said("a:Four.")[0], "weight": 0}, *_said(*LONG[2:])]},
+        {"messages": [*_turns(*LONG[:1]), {**_turns("a:Four.")[0], "weight": 0}, *_turns(*LONG[2:])]},
         [(LONG, ["Yes."])],
     ),
     "train of TRL": (
         "x.jsonl",
-        {"messages": [*_said(*LONG[:3]), {**_said("a:Yes.")[0], "train": False}]},
+        {"messages": [*_turns(*LONG[:3]), {**_turns("a:Yes.")[0], "train": False}]},
         [(LONG[:2], ["Four."])],
     ),
-    "ends with the user's": ("x.jsonl", {"messages": _said(*LONG[:3])}, [(LONG[:2], ["Four."])]),
+    "ends with the user's": ("x.jsonl", {"messages": _turns(*LONG[:3])}, [(LONG[:2], ["Four."])]),
     "ends with a tool's": (
         "x.jsonl",
-        {"messages": [*_said("u:Two and two?"), ASKS_TOOL, *_said("t:4")], "tools": [OPENAI_TOOL]},
+        {"messages": [*_turns("u:Two and two?"), ASKS_TOOL, *_turns("t:4")], "tools": [OPENAI_TOOL]},
         [(["u:Two and two?", "a:"], [CALLED])],
     ),
     "several replies in a row": (
         "x.jsonl",
-        {"messages": _said("u:Two and two?", "a:Let me see.", "a:Four.")},
+        {"messages": _turns("u:Two and two?", "a:Let me see.", "a:Four.")},
         [(["u:Two and two?", "a:Let me see.", "a:Four."], ["Let me see.", "Four."])],
     ),
     "developer, function and a name": (
         "x.jsonl",
         {
             "messages": [
-                *_said("d:Be brief."),
-                {**_said("u:Two and two?")[0], "name": "Ada"},
+                *_turns("d:Be brief."),
+                {**_turns("u:Two and two?")[0], "name": "Ada"},
                 {
                     "role": "assistant",
                     "content": None,
                     "function_call": {"name": "add", "arguments": '{"a": 2, "b": 2}'},
                 },
-                {**_said("f:4")[0], "name": "add"},
-                *_said("a:Four."),
+                {**_turns("f:4")[0], "name": "add"},
+                *_turns("a:Four."),
             ],
             "functions": [TOOL],
         },
@@ -126,7 +126,7 @@ SHAPES: dict[str, tuple[str, Any, list[tuple[list[str], list[str]]]]] = {
                     "role": "user",
                     "content": [{"type": "text", "text": "Two "}, {"type": "text", "text": "and two?"}],
                 },
-                *_said("a:Four."),
+                *_turns("a:Four."),
             ]
         },
         [
@@ -138,7 +138,7 @@ SHAPES: dict[str, tuple[str, Any, list[tuple[list[str], list[str]]]]] = {
     ),
     "messages and tools as JSON texts": (
         "x.jsonl",
-        {"messages": json.dumps([*_said("u:Two and two?"), ASKS_TOOL]), "tools": json.dumps([TOOL])},
+        {"messages": json.dumps([*_turns("u:Two and two?"), ASKS_TOOL]), "tools": json.dumps([TOOL])},
         [(["u:Two and two?", "a:"], [CALLED])],
     ),
     "ShareGPT": (
@@ -164,7 +164,7 @@ SHAPES: dict[str, tuple[str, Any, list[tuple[list[str], list[str]]]]] = {
         {"conversations": [{**one, "weight": i == 3} for i, one in enumerate(_gpt(*LONG))]},
         [(LONG, ["Yes."])],
     ),
-    "conversations of roles": ("x.jsonl", {"conversations": _said(*LONG)}, [(LONG, ["Four.", "Yes."])]),
+    "conversations of roles": ("x.jsonl", {"conversations": _turns(*LONG)}, [(LONG, ["Four.", "Yes."])]),
     "Alpaca": (
         "x.json",
         json.dumps([{"instruction": "Add.", "input": "2, 2", "output": "Four."}]).encode(),
@@ -268,9 +268,9 @@ SHAPES: dict[str, tuple[str, Any, list[tuple[list[str], list[str]]]]] = {
     "OpenAI's pairs": (
         "x.jsonl",
         {
-            "input": {"messages": _said("u:Two and two?"), "tools": [], "parallel_tool_calls": True},
-            "preferred_output": _said("a:Four."),
-            "non_preferred_output": _said("a:Five."),
+            "input": {"messages": _turns("u:Two and two?"), "tools": [], "parallel_tool_calls": True},
+            "preferred_output": _turns("a:Four."),
+            "non_preferred_output": _turns("a:Five."),
         },
         [(CHAT, ["Four."]), (["u:Two and two?", "a:Five."], ["Five."])],
     ),
@@ -282,7 +282,7 @@ SHAPES: dict[str, tuple[str, Any, list[tuple[list[str], list[str]]]]] = {
     ),
     "CSV with messages": (
         "x.csv.gz",
-        gzip.compress(_csv({"messages": json.dumps(_said(*CHAT))})),
+        gzip.compress(_csv({"messages": json.dumps(_turns(*CHAT))})),
         [(CHAT, ["Four."])],
     ),
     "an answer in HTML": (
@@ -297,12 +297,12 @@ SHAPES: dict[str, tuple[str, Any, list[tuple[list[str], list[str]]]]] = {
     ),
     "zstd": (
         "x.jsonl.zst",
-        _zstd(_lines(MESSAGES, {"messages": _said(*CHAT)})),
+        _zstd(_lines(MESSAGES, {"messages": _turns(*CHAT)})),
         [(LONG, ["Four.", "Yes."]), (CHAT, ["Four."])],
     ),
     "JSON that is lines": (
         "x.json",
-        _lines(MESSAGES, {"messages": _said(*CHAT)}),
+        _lines(MESSAGES, {"messages": _turns(*CHAT)}),
         [(LONG, ["Four.", "Yes."]), (CHAT, ["Four."])],
     ),
 }
@@ -360,7 +360,7 @@ def _folder(folder: Path, *rows: Any) -> Path:
 
 def _pattern(folder: Path, *rows: Any) -> Path:
     _folder(folder, *rows)
-    (folder / "data" / "test-00000-of-00001.jsonl").write_bytes(_lines({"messages": _said("u:a", "a:b")}))
+    (folder / "data" / "test-00000-of-00001.jsonl").write_bytes(_lines({"messages": _turns("u:a", "a:b")}))
     return folder / "data" / "train-*.jsonl"
 
 
@@ -386,7 +386,7 @@ def test_rows_wherever_they_stand(
     """Parquet, a folder of files, a pattern, and what `datasets` saves: in order, each row once."""
     (tmp_path / "data-set").mkdir()
     rows = [
-        {"messages": [{**message, "weight": None} for message in _said(*words)]} for words in (LONG, CHAT)
+        {"messages": [{**message, "weight": None} for message in _turns(*words)]} for words in (LONG, CHAT)
     ]
     import_dataset(write(tmp_path / "data-set", *rows), tmp_path / "store", "r", model)
     assert _read_back(tmp_path / "store", tokenizer) == [(LONG, ["Four.", "Yes."]), (CHAT, ["Four."])]
@@ -397,9 +397,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a prompt alone": ({"prompt": "a"}, "a prompt without an answer holds nothing to train"),
     "a text": ({"text": "Once upon a time."}, "a text without roles"),
     "steps": ({"prompt": "a", "completions": ["b"], "labels": [True]}, "judged step by step"),
-    "images": ({"messages": _said(*CHAT), "images": ["x.png"]}, r"images is \["),
+    "images": ({"messages": _turns(*CHAT), "images": ["x.png"]}, r"images is \["),
     "a part that is an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}, *_said("a:b")]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, *_turns("a:b")]},
         r"messages\[0\]\.content\[0\] is an image",
     ),
     "a role": (
@@ -419,13 +419,13 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "completion ends with </s>, the end of a turn",
     ),
     "an end of turn in messages": (
-        {"messages": _said("u:a", "a:b<|eot_id|>")},
+        {"messages": _turns("u:a", "a:b<|eot_id|>")},
         r"messages\[1\]\.content ends with <\|eot_id\|>",
     ),
     "Python's notation": ({"messages": "[{'role': 'user'}]"}, "Python's notation"),
     "messages that are no JSON": ({"messages": "hello"}, "messages is .hello.: no list of messages"),
     "a mark of the user's": (
-        {"messages": [{**_said("u:a")[0], "weight": 1}, *_said("a:b")]},
+        {"messages": [{**_turns("u:a")[0], "weight": 1}, *_turns("a:b")]},
         r"messages\[0\]\.weight is 1 of a message of role user",
     ),
     "parts of a reply": (
@@ -450,14 +450,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "both answers begin with the whole prompt",
     ),
     "two systems": (
-        {"system": "Be brief.", "messages": _said("s:Be long.", *CHAT)},
+        {"system": "Be brief.", "messages": _turns("s:Be long.", *CHAT)},
         "system and a message of role system say two different things",
     ),
     "a context that is a number's": (
         {"prompt": _trl("u:a"), "context": "b", "completion": "c"},
         "context is .b.: write it into the prompt",
     ),
-    "tools": ({"messages": _said(*CHAT), "tools": "all"}, "tools is .all.: no JSON"),
+    "tools": ({"messages": _turns(*CHAT), "tools": "all"}, "tools is .all.: no JSON"),
 }
 
 
@@ -474,7 +474,7 @@ def test_what_would_be_trained_as_something_else(case: str, tmp_path: Path, mode
 def test_names_that_appear_twice(tmp_path: Path, model: Path) -> None:
     """The later row is named, and the earlier."""
     (tmp_path / "x.jsonl").write_bytes(
-        _lines(*({"id": "a", "messages": _said("u:a", f"a:{i}")} for i in "bc"))
+        _lines(*({"id": "a", "messages": _turns("u:a", f"a:{i}")} for i in "bc"))
     )
     with pytest.raises(InterchangeError, match=r"x\.jsonl, row 2: is named \"a\", as .*x\.jsonl, row 1 is"):
         import_dataset(tmp_path / "x.jsonl", tmp_path / "store", "r", model)
@@ -580,14 +580,14 @@ _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 )
 def test_tools_are_read_as_a_proxy_reads_them(read: Any, tools: Any) -> None:
     """In the form of each API: an export has them as they were sent."""
-    messages = _said("u:Hi")
+    messages = _turns("u:Hi")
     call = read({"messages": messages, "input": messages, "max_tokens": 1, "tools": tools}, no_history)
     assert tools_of({"tools": tools}) == call.tools
 
 
 def test_an_export_gives_a_template_the_same(tmp_path: Path, thinking: Path) -> None:
     """Import, export, import: what a template was given goes along, and the trained ids are the same."""
-    chats = [{"messages": _said("u:Hi", "a:Hi!", "u:2+2?", "a:4"), "id": name} for name in ("on", "off")]
+    chats = [{"messages": _turns("u:Hi", "a:Hi!", "u:2+2?", "a:4"), "id": name} for name in ("on", "off")]
     (tmp_path / "x.jsonl").write_bytes(_lines(chats[0], chats[1] | OFF))
     first, again = tmp_path / "first", tmp_path / "again"
     import_dataset(tmp_path / "x.jsonl", first, "r", thinking)

@@ -116,15 +116,15 @@ NOT_HONOURED = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "told"), NOT_HONOURED)
+@pytest.mark.parametrize(("fields", "listed"), NOT_HONOURED)
 @pytest.mark.parametrize("stream", [False, True])
 def test_ignored_fields_are_listed_in_a_header(
-    proxy: InProcess, fields: Any, told: str, stream: bool
+    proxy: InProcess, fields: Any, listed: str, stream: bool
 ) -> None:
     """In a header of the reply, whole or streamed, and in the log."""
     reply, turn = _ask(proxy, stream=stream, **fields)
-    assert reply.headers["x-rollbook-not-honoured"] == told
-    assert turn.requested.honoured == {told: False}
+    assert reply.headers["x-rollbook-not-honoured"] == listed
+    assert turn.requested.honoured == {listed: False}
     assert turn.requested.request == {"stream": stream} | fields
 
 

@@ -97,14 +97,14 @@ def test_an_unfinished_response_says_so(proxy: InProcess, name: str, stream: boo
     assert reply["output"][0]["content"][0]["text"] == "Hel"
 
 
-@pytest.mark.parametrize("said", ["", "<think>only</think>", "<think>never closed"])
+@pytest.mark.parametrize("text", ["", "<think>only</think>", "<think>never closed"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_without_text(proxy: InProcess, name: str, stream: bool, said: str) -> None:
+def test_a_reply_without_text(proxy: InProcess, name: str, stream: bool, text: str) -> None:
     """An empty message is there, streamed too, so that clients have something to read."""
-    reply = _ask(proxy, name, said, input="go", stream=stream)
+    reply = _ask(proxy, name, text, input="go", stream=stream)
     assert reply["output"][-1]["type"] == "message"
     assert reply["output"][-1]["content"][0]["text"] == ""
-    assert len(reply["output"]) == (2 if said else 1)
+    assert len(reply["output"]) == (2 if text else 1)
 
 
 FORMS: dict[str, Any] = {

@@ -47,6 +47,7 @@ def _bytes(server: Any) -> int:
     return sum(mark.offset for mark in marks.values())
 
 
+@pytest.mark.more
 def test_bytes_grow_with_the_turns(server: Served) -> None:
     """Each 32 turns take as many bytes as the 32 before; without deltas they would take ever more."""
     sizes, sent = [_bytes(server)], []

@@ -76,7 +76,7 @@ def _headers(kind: str) -> dict[str, str]:
     }
 
 
-def _said(folder: Any) -> bytes:
+def _contents(folder: Any) -> bytes:
     """All that a store's folder says: every byte of its files, and every event read from it."""
     files = [p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()]
     return b"\0".join([*files, *(json_bytes(event) for event in store.open(folder).events())])
@@ -88,7 +88,7 @@ def test_the_search_finds_what_is_there(played: Callable[..., InProcess]) -> Non
     assert proxy.ask(f"/t/open{PATHS['chat']}", _everything("chat"), headers=_headers("chat")).status == 200
     proxy.settled()
     for _ in range(2):
-        hits = [secret.encode() in _said(proxy.store.path) for secret in (SECRET, FIELD, HEADER)]
+        hits = [secret.encode() in _contents(proxy.store.path) for secret in (SECRET, FIELD, HEADER)]
         assert hits == [True, False, False]
         _seal(proxy)
 
@@ -137,7 +137,7 @@ def test_no_secret_reaches_the_disk_or_the_model(played: Callable[..., InProcess
         }
     assert trajectories["opened"].opened.labels == {"a": [gone]}
     for _ in range(2):
-        data = _said(proxy.store.path)
+        data = _contents(proxy.store.path)
         for secret in (SECRET, FIELD, HEADER):
             assert secret.encode() not in data
         _seal(proxy)
@@ -213,7 +213,7 @@ def test_the_served_command_redacts(
         answer = httpx.post(f"{served.url}/t/{kind}{PATHS[kind]}", json=body, headers=headers, timeout=30)
         assert re.search(rf"{PLACEHOLDER.pattern} {PLACEHOLDER.pattern}", answer.text)
     served.stop()
-    data = _said(served.path) + served.log.read_bytes()
+    data = _contents(served.path) + served.log.read_bytes()
     for secret in (SECRET, FIELD, HEADER, "hunter2"):
         assert secret.encode() not in data
     assert data.count(b"turn.delivered") > 2

@@ -111,9 +111,9 @@ def test_what_is_restored_counts_as_what_was_seen(
         for _ in range(data.draw(st.integers(0, 15))):
             story.go(data.draw)
         events = [
-            (lane, Event(record, RUN, time_us=at + i)) for i, (lane, record) in enumerate(story.told[at:])
+            (lane, Event(record, RUN, time_us=at + i)) for i, (lane, record) in enumerate(story.records[at:])
         ]
-        at = len(story.told)
+        at = len(story.records)
         live.add_all(event for _, event in events)
         for lane in ("train", "a-proxy", "z-proxy"):
             if mine := [event for where, event in events if where == lane]:
@@ -127,7 +127,7 @@ def test_what_is_restored_counts_as_what_was_seen(
             reader.refresh()
         again = reader.outstanding
         assert (again.count, again.version, again.stalled) == (live.count, live.version, live.stalled), part
-        groups = {record.group for _, record in story.told if isinstance(record, TrajectoryOpened)}
+        groups = {record.group for _, record in story.records if isinstance(record, TrajectoryOpened)}
         assert {group: again.room(group) for group in groups} == {g: live.room(g) for g in groups}
         names = {opened.opened.name for opened in reader.open()}
         assert names == set(story.running)

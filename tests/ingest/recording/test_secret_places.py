@@ -300,7 +300,7 @@ def test_patterns_keep_their_flags_and_groups(pattern: str) -> None:
 
 def test_basic_logins_are_found_in_every_spelling() -> None:
     """Of what a request came with, the parts too."""
-    from rollbook.ingest.upstream.forwarded_response import given_cookies, sent_credentials
+    from rollbook.ingest.upstream.routes import given_cookies, sent_credentials
 
     login = base64.b64encode(b"user:correct horse").decode()
     headers = [

@@ -104,7 +104,7 @@ def _offered(reply: dict[str, Any]) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _said(text: str | None) -> str:
+def _plain(text: str | None) -> str:
     return unicodedata.normalize("NFC", (text or "").strip(" \t\r\n"))
 
 
@@ -119,8 +119,8 @@ def _check(writer: ReplyWriter, written: Written, reply: dict[str, Any]) -> None
     assert not set(ids[:-1]) & set(tokenizer.stop_ids)
     reader = ReplyReader(tokenizer, writer.family, _offered(reply), opens_reasoning(written.prompt))
     read = reader.reply(written.ids, "stop", "turn").message
-    assert _said(read["content"]) == _said(reply["content"])
-    assert _said(read.get("reasoning_content")) == _said(reply.get("reasoning_content"))
+    assert _plain(read["content"]) == _plain(reply["content"])
+    assert _plain(read.get("reasoning_content")) == _plain(reply.get("reasoning_content"))
     calls = [[call["function"] for call in message.get("tool_calls") or ()] for message in (read, reply)]
     assert [call["name"] for call in calls[0]] == [call["name"] for call in calls[1]]
     arguments = [[json.dumps(json.loads(c["arguments"]), sort_keys=True) for c in some] for some in calls]
@@ -242,7 +242,7 @@ def test_reasoning_that_stands_in_the_text(writer: Writers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reply", "said"),
+    ("name", "reply", "reason"),
     [
         ("qwen2_5", {"content": "a<|im_end|>b"}, "text"),
         ("qwen2_5", {"content": "a<|im_start|>b"}, "text"),
@@ -255,9 +255,9 @@ def test_reasoning_that_stands_in_the_text(writer: Writers) -> None:
         ("glm4moe", {"content": "", "tool_calls": [_call("f g", s="x")]}, "calls"),
     ],
 )
-def test_what_no_model_samples(writer: Writers, name: str, reply: dict[str, Any], said: str) -> None:
+def test_what_no_model_samples(writer: Writers, name: str, reply: dict[str, Any], reason: str) -> None:
     """Control tokens inside of a reply, images, arguments that are none, names that end early."""
-    with pytest.raises(ReplyError, match=said):
+    with pytest.raises(ReplyError, match=reason):
         writer(name).write(ASKED, None, {"role": "assistant", **reply})
 
 

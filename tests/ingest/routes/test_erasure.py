@@ -86,7 +86,7 @@ def _body(model: type[BaseModel], **values: Any) -> dict[str, Any]:
     return {name: value for name, value in body.items() if value is not None}
 
 
-def _said(proxy: Any, path: str, body: Any, **headers: str) -> Any:
+def _answer(proxy: Any, path: str, body: Any, **headers: str) -> Any:
     """What a route answered to a body that it took."""
     reply = proxy.ask(path, body, headers={name.replace("_", "-"): text for name, text in headers.items()})
     assert reply.status in (200, 201), (path, reply.json)
@@ -102,7 +102,7 @@ def _model_calls(proxy: Any, name: str, **headers: str) -> str:
     text = f"{MARK} said"
     tool = {"name": MARK, "description": MARK, "parameters": {"type": "object", "properties": {MARK: {}}}}
     common = {"model": MARK, "metadata": {MARK: MARK}, "user": MARK, "unheard_of": MARK}
-    first = _said(
+    first = _answer(
         proxy,
         f"/t/{name}/v1/chat/completions",
         common
@@ -111,11 +111,11 @@ def _model_calls(proxy: Any, name: str, **headers: str) -> str:
         **headers,
     )
     plain = {"prompt": text, "max_tokens": 4, "suffix": None}
-    _said(proxy, f"/t/{name}/v1/completions", common | plain)
+    _answer(proxy, f"/t/{name}/v1/completions", common | plain)
     spoken = {"input": text, "instructions": text, "max_output_tokens": 4, "store": False}
-    _said(proxy, f"/t/{name}/v1/responses", common | spoken)
+    _answer(proxy, f"/t/{name}/v1/responses", common | spoken)
     anthropic = {"messages": [{"role": "user", "content": text}], "system": text, "max_tokens": 4}
-    _said(proxy, f"/t/{name}/v1/messages", common | anthropic | {"metadata": {"user_id": MARK}})
+    _answer(proxy, f"/t/{name}/v1/messages", common | anthropic | {"metadata": {"user_id": MARK}})
     return str(first["id"])
 
 
@@ -126,21 +126,21 @@ def erased(played: Any, proxies_started: list[Any]) -> Path:
     routes = {r.path for r in proxy.app.routes if "POST" in (getattr(r, "methods", None) or ())}
     of_clients = {path for path in routes if not path.startswith(("/engine", "/t/", "/{"))}
     assert of_clients <= COVERED | NOT_ABOUT_ONE, "a route is new: say what it writes here"
-    _said(proxy, "/v1/trajectories", {"id": "other"})
-    _said(proxy, "/v1/trajectories", _body(OpenTrajectory, split="train", judges=None))
+    _answer(proxy, "/v1/trajectories", {"id": "other"})
+    _answer(proxy, "/v1/trajectories", _body(OpenTrajectory, split="train", judges=None))
     reply = _model_calls(proxy, "kept-name")
     labels = orjson.dumps({MARK: MARK}).decode()
     ours = {"x_rollbook_task": MARK, "x_rollbook_labels": labels}
     _model_calls(proxy, "by-headers", user_agent=MARK, x_request_id=MARK, **ours)
-    reward = _said(proxy, f"{TRAJECTORY}/rewards", _body(AssignReward, turn=reply, supersedes=None))
+    reward = _answer(proxy, f"{TRAJECTORY}/rewards", _body(AssignReward, turn=reply, supersedes=None))
     again = _body(AssignReward, turn=reply, supersedes=reward["event_id"], reward=3.0)
-    _said(proxy, f"{TRAJECTORY}/rewards", again)
-    _said(proxy, f"{TRAJECTORY}/labels", _body(AddLabel, turn=reply))
-    _said(proxy, "/v1/preferences", _body(AddPreference, chosen="kept-name", rejected="other"))
-    _said(proxy, f"{TRAJECTORY}/launches", _body(StartLaunch))
-    _said(proxy, f"{TRAJECTORY}/launches/kept-launch/leaks", _body(TellLeaks))
-    _said(proxy, f"{TRAJECTORY}/launches/kept-launch/end", _body(EndLaunch))
-    _said(proxy, f"{TRAJECTORY}/finish", _body(FinishTrajectory, turn_rewards=None))
+    _answer(proxy, f"{TRAJECTORY}/rewards", again)
+    _answer(proxy, f"{TRAJECTORY}/labels", _body(AddLabel, turn=reply))
+    _answer(proxy, "/v1/preferences", _body(AddPreference, chosen="kept-name", rejected="other"))
+    _answer(proxy, f"{TRAJECTORY}/launches", _body(StartLaunch))
+    _answer(proxy, f"{TRAJECTORY}/launches/kept-launch/leaks", _body(TellLeaks))
+    _answer(proxy, f"{TRAJECTORY}/launches/kept-launch/end", _body(EndLaunch))
+    _answer(proxy, f"{TRAJECTORY}/finish", _body(FinishTrajectory, turn_rewards=None))
     log, path = proxy.store, proxy.store.path
     assert list(_with_marks(path)), "what is looked for is found before the erasure"
     proxies_started.remove(proxy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable
@@ -9,20 +10,17 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from schemathesis import GenerationMode
 from tests.fakes.clients import streamed
 from tests.fakes.clients.openapi_schema import openapi
 from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.store.fold.trajectory import Trajectory
 
-OPERATIONS = {
-    f"{one.method.upper()} {one.path}": one
-    for one in (result.ok() for result in schemathesis.openapi.from_dict(openapi()).get_all_operations())
-}
+OPERATIONS = [
+    f"{method.upper()} {path}" for path, methods in openapi()["paths"].items() for method in methods
+]
 KINDS = {path: kind for kind, path in streamed.PATHS.items()}
 STATUSES = {200, 201, 400, 404, 405, 409, 413, 415, 422}
 NAMES = itertools.count()
@@ -32,6 +30,16 @@ NAMES = itertools.count()
 def proxy(played: Callable[..., InProcess]) -> InProcess:
     """A proxy that says Hello, to bodies that are not too large."""
     return played(max_body_mb=1)
+
+
+@functools.cache
+def _operations() -> dict[str, Any]:
+    """Each operation by its name; schemathesis is imported here, since that takes a second."""
+    import schemathesis
+
+    schema = schemathesis.openapi.from_dict(openapi())
+    every = [result.ok() for result in schema.get_all_operations()]
+    return {f"{operation.method.upper()} {operation.path}": operation for operation in every}
 
 
 def _raw(body: Any) -> bytes:
@@ -100,7 +108,7 @@ def _check_recorded(proxy: Any, reply: Any, kind: str) -> None:
     "POST /v1/trajectories/{id}/finish-negative",
     "GET /v1/trajectories/{id}-*",
 )
-@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize("mode", ["positive", "negative"])
 @pytest.mark.parametrize("name", OPERATIONS)
 @given(data=st.data())
 @settings(
@@ -108,10 +116,11 @@ def _check_recorded(proxy: Any, reply: Any, kind: str) -> None:
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
-def test_no_request_is_a_fault(proxy: InProcess, name: str, mode: GenerationMode, data: Any) -> None:
+def test_no_request_is_a_fault(proxy: InProcess, name: str, mode: str, data: Any) -> None:
     """Each is answered, or refused in the API's own form; never a 500."""
-    operation = OPERATIONS[name]
-    case = data.draw(operation.as_strategy(generation_mode=mode))
+    from schemathesis import GenerationMode
+
+    case = data.draw(_operations()[name].as_strategy(generation_mode=GenerationMode(mode)))
     method, path = name.split()
     sent = _path(case)
     assume(sent.isascii())

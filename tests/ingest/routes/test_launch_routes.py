@@ -73,7 +73,7 @@ def _refused(proxy: Any, name: str, rest: str, body: Any) -> tuple[int, str, str
     return status, reply["error"]["code"], reply["error"]["message"]
 
 
-def _told(proxy: Any, name: str) -> list[Any]:
+def _launch_records(proxy: Any, name: str) -> list[Any]:
     """The records of the trajectory's launches."""
     trajectory_id = proxy.trajectories()[name].opened.trajectory_id
     kinds = (LaunchStarted, LaunchEnded, LaunchLeaked)
@@ -93,7 +93,7 @@ def test_a_launch_from_its_start_to_its_end(proxy: InProcess, name: str) -> None
     clocks = {"start": 60.0, "idle": None, "total": 600.5, "scoring": None}
     isolation = {"level": "session", "files": False}
     details = ("nightly", START["place"], 1, "subprocess", isolation, "host-17", clocks, "launching")
-    assert _told(proxy, name) == [
+    assert _launch_records(proxy, name) == [
         LaunchStarted(trajectory_id, "l-1", *details),
         LaunchLeaked(trajectory_id, "l-1", LEAKS["processes"], "end", "launching"),
         LaunchEnded(
@@ -158,10 +158,10 @@ def test_the_proxy_gives_an_id_where_none_is_sent(proxy: InProcess, name: str) -
     assert (first, second) == (201, 201)
     assert reply["launch_id"] != other["launch_id"]
     assert _say(proxy, name, f"/{other['launch_id']}/end", {"status": "done"})[0] == 201
-    assert [record.launch_id for record in _told(proxy, name)] == [
+    assert [record.launch_id for record in _launch_records(proxy, name)] == [
         *(reply["launch_id"], other["launch_id"], other["launch_id"])
     ]
-    assert _told(proxy, name)[0].clocks == dict.fromkeys(("start", "idle", "total", "scoring"))
+    assert _launch_records(proxy, name)[0].clocks == dict.fromkeys(("start", "idle", "total", "scoring"))
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -180,7 +180,11 @@ def test_what_is_repeated_is_recorded_once(proxy: InProcess, name: str, at_once:
             replies = [proxy.ask(path, body, headers=LAUNCHER) for _ in range(3)]
         assert sorted(reply.status for reply in replies) == [*[200] * (len(replies) - 1), 201]
         assert len({reply.json["event_id"] for reply in replies}) == 1
-    assert [type(record) for record in _told(proxy, name)] == [LaunchStarted, LaunchEnded, LaunchLeaked]
+    assert [type(record) for record in _launch_records(proxy, name)] == [
+        LaunchStarted,
+        LaunchEnded,
+        LaunchLeaked,
+    ]
     other = LEAKS | {"processes": [{"pid": 4712, "command": "sleep 99"}]}
     assert _say(proxy, name, "/l-1/leaks", other)[0] == 201
 
@@ -208,7 +212,7 @@ def test_what_does_not_fit_is_refused(proxy: InProcess, name: str) -> None:
     )
     for rest, body in (("", START), ("/l-1/end", END), ("/l-1/leaks", LEAKS)):
         assert _refused(proxy, f"{name}-none", rest, body)[:2] == (404, "unknown_trajectory")
-    assert [type(record) for record in _told(proxy, name)] == [LaunchStarted, LaunchEnded]
+    assert [type(record) for record in _launch_records(proxy, name)] == [LaunchStarted, LaunchEnded]
 
 
 def test_another_trajectorys_launch_is_another(proxy: InProcess, name: str) -> None:
@@ -253,7 +257,7 @@ def test_secrets_are_not_recorded(proxy: InProcess, name: str) -> None:
     end = END | {"why": f"refused: {key}"}
     for rest, body in (("leaks", leaks), ("end", end)):
         assert [_say(proxy, name, f"/{launch_id}/{rest}", body)[0] for _ in range(2)] == [201, 200]
-    started, leaked, ended = _told(proxy, name)
+    started, leaked, ended = _launch_records(proxy, name)
     assert started.launch_id == launch_id
     assert key not in repr((leaked, ended))
     assert "[secret:" in leaked.processes[0]["command"]
@@ -272,7 +276,7 @@ def test_an_agent_cannot_speak_for_its_launcher(proxy: InProcess, name: str) -> 
         assert reply["error"]["message"] == (
             f"this API key is of one trajectory alone, and POST {path} is for: operator, writer"
         )
-    assert len(_told(proxy, name)) == 1
+    assert len(_launch_records(proxy, name)) == 1
 
 
 def test_of_what_retention_dropped_there_is_no_launch(
@@ -284,7 +288,7 @@ def test_of_what_retention_dropped_there_is_no_launch(
     with monkeypatch.context() as patch:
         patch.setattr(rb.Store, "events_about", lambda *_: [])
         assert _refused(proxy, name, "", START)[:2] == (404, "trajectory_dropped")
-    assert _told(proxy, name) == []
+    assert _launch_records(proxy, name) == []
 
 
 def test_another_proxys_trajectory(proxy: Any, chat: Any, tmp_path: Path) -> None:

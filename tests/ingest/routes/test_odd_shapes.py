@@ -60,11 +60,11 @@ KIND = st.sampled_from(
     ]
 )
 PART = _mostly(
-    st.builds(lambda kind, said: {"type": kind, "text": said}, st.sampled_from(["text", "input_text"]), TEXT)
-    | st.builds(lambda said: {"text": said}, TEXT)
+    st.builds(lambda kind, text: {"type": kind, "text": text}, st.sampled_from(["text", "input_text"]), TEXT)
+    | st.builds(lambda text: {"text": text}, TEXT)
     | TEXT,
     st.builds(
-        lambda kind, name, said: {"type": kind, name: said},
+        lambda kind, name, text: {"type": kind, name: text},
         KIND,
         st.sampled_from(["text", "refusal", "input_audio", "thinking", "image_url", "content", "data"]),
         ODD,
@@ -76,8 +76,8 @@ FUNCTION = st.fixed_dictionaries(
     {"name": _mostly(TEXT, ODD)},
     optional={
         "arguments": _mostly(
-            st.builds(lambda said: json.dumps({"a": [said], "b": 1}), TEXT)
-            | st.builds(lambda said: {"a": said}, TEXT),
+            st.builds(lambda text: json.dumps({"a": [text], "b": 1}), TEXT)
+            | st.builds(lambda text: {"a": text}, TEXT),
             ODD,
         )
     },
@@ -109,7 +109,7 @@ BLOCK = PART | st.fixed_dictionaries(
         "id": ID,
         "tool_use_id": ID,
         "name": _mostly(TEXT, ODD),
-        "input": _mostly(st.builds(lambda said: {"a": said}, TEXT), ODD),
+        "input": _mostly(st.builds(lambda text: {"a": text}, TEXT), ODD),
         "thinking": _mostly(TEXT, ODD),
         "content": CONTENT,
         "is_error": ODD,

@@ -18,7 +18,7 @@ from tests.fakes.stories.training import RUN, answered, begins, committed, dropp
 from rollbook import store
 from rollbook.engines.fleet import Fleet
 from rollbook.ingest.recording.restore import RunReader
-from rollbook.ingest.serve.follow import Follower
+from rollbook.ingest.serve.proxy import Follower
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.store import Event, Store
 from rollbook.store.errors import CorruptionError
@@ -400,7 +400,7 @@ def test_what_cannot_be_read_for_a_while_is_followed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Want of descriptors makes nobody deaf for good: it says so, goes on, and nothing is left out."""
-    monkeypatch.setattr("rollbook.ingest.serve.follow.RETRY_S", 0.01)
+    monkeypatch.setattr("rollbook.ingest.serve.proxy.RETRY_S", 0.01)
     log = store.open(tmp_path / "store", create=True)
     reasons: list[str | None] = []
     heard: list[Event] = []

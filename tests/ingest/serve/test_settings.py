@@ -11,7 +11,7 @@ import pytest
 from tests.fakes.proxies.settings import settings_of
 
 from rollbook.ingest.secrets import secrets_of
-from rollbook.ingest.serve.prepared import recorded_settings
+from rollbook.ingest.serve.serve import recorded_settings
 from rollbook.ingest.settings import load_settings, parse_settings
 from rollbook.store.errors import ConfigError
 
@@ -49,7 +49,7 @@ def test_sizes_and_the_share_of_a_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         ("prot = 1", "prot: unknown key: did you mean port?"),
         ("max-running = 1", "max-running: unknown key: did you mean max_running?"),
@@ -64,11 +64,11 @@ def test_sizes_and_the_share_of_a_worker() -> None:
         ("port = ", "not TOML"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(file: Callable[..., Path], text: str, said: str) -> None:
+def test_what_cannot_be_meant_is_refused(file: Callable[..., Path], text: str, reason: str) -> None:
     """By its key, with the nearest one; and no secret is repeated."""
     with pytest.raises(ConfigError) as refused:
         load_settings(file(f'store = "runs"\n{text}\n'), {})
-    assert said in str(refused.value)
+    assert reason in str(refused.value)
     assert "word" not in str(refused.value)
 
 

@@ -74,12 +74,12 @@ MESSAGE = st.fixed_dictionaries({"role": st.sampled_from(["user", "tool", "syste
     st.lists(MESSAGE, min_size=1, max_size=3), st.lists(MESSAGE, min_size=1, max_size=3), TEXT, st.booleans()
 )
 def test_the_bridge_equals_rendering_the_whole(
-    chat: Chat, asked: list[Any], new: list[Any], said: str, calls: bool
+    chat: Chat, asked: list[Any], new: list[Any], text: str, calls: bool
 ) -> None:
     """Where the template keeps history, the parent's text and the bridge are the whole rendering."""
     tokenizer = chat()
     asked = [USER, *asked, USER]
-    reply = (_calls('{"a": "é"}') | {"content": said}) if calls else {"role": "assistant", "content": said}
+    reply = (_calls('{"a": "é"}') | {"content": text}) if calls else {"role": "assistant", "content": text}
     ids = _bridge(tokenizer, new, reply, asked)
     whole = tokenizer.render([*asked, reply, *new], None, generate=True)
     answered = tokenizer.render([*asked, reply], None, generate=False)

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
-from rollbook.ingest.tokens.left_out import left_out
 from rollbook.ingest.tokens.message_form import chain_all, in_form, normal
-from rollbook.ingest.tokens.tree import TurnTree, grown
+from rollbook.ingest.tokens.tree import TurnTree, grown, left_out
 from rollbook.ingest.turns.model_call import check_messages
 from rollbook.store.errors import RequestError
 
@@ -166,12 +165,12 @@ def test_any_message_has_its_form_or_none(role: str, fields: dict[str, Any]) -> 
 # Over real templates -------------------------------------------------------------------------------
 
 SHAPES: dict[str, Callable[[str], Any]] = {
-    "text": lambda said: said,
-    "parts": lambda said: [{"type": "text", "text": said[:4]}, {"type": "text", "text": said[4:]}],
-    "input_text": lambda said: [{"type": "input_text", "text": said}],
-    "bare": lambda said: [said[:4], said[4:]],
-    "untyped": lambda said: [{"text": said}],
-    "refusal": lambda said: [{"type": "refusal", "refusal": said}],
+    "text": lambda text: text,
+    "parts": lambda text: [{"type": "text", "text": text[:4]}, {"type": "text", "text": text[4:]}],
+    "input_text": lambda text: [{"type": "input_text", "text": text}],
+    "bare": lambda text: [text[:4], text[4:]],
+    "untyped": lambda text: [{"text": text}],
+    "refusal": lambda text: [{"type": "refusal", "refusal": text}],
 }
 
 
@@ -260,14 +259,16 @@ VANISHES: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "messages", "told"), VANISHES)
-def test_what_a_template_leaves_out_is_told(real_chat: RealChat, name: str, messages: Any, told: str) -> None:
+@pytest.mark.parametrize(("name", "messages", "listed"), VANISHES)
+def test_what_a_template_leaves_out_is_told(
+    real_chat: RealChat, name: str, messages: Any, listed: str
+) -> None:
     """By its role and field; and what it shows is not."""
     tokenizer = real_chat(name)
     messages = [*messages, {"role": "user", "content": "here"}]
     text = tokenizer.render(messages, None, generate=True)
     assert "gone" not in text.replace("gone</think>", "")
-    assert left_out(text, messages, tokenizer.traits) == (f"messages.{told}",)
+    assert left_out(text, messages, tokenizer.traits) == (f"messages.{listed}",)
 
 
 def test_tools_and_settings_that_a_template_does_not_read_are_told(real_chat: RealChat) -> None:

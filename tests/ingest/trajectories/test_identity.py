@@ -46,7 +46,7 @@ def _code(error: RequestError) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "fields"),
     [
         ("/t/a/v1/x", {"id": "a"}),
         ("/t/org/repo/7/v1/x", {"id": "org/repo/7"}),
@@ -68,9 +68,9 @@ def _code(error: RequestError) -> tuple[int, str]:
         ("/t/%D0%B4%D0%BE%D0%BC/v1/x", {"id": "дом"}),
     ],
 )
-def test_paths_are_split_into_trajectory_and_endpoint(path: str, said: Any) -> None:
+def test_paths_are_split_into_trajectory_and_endpoint(path: str, fields: Any) -> None:
     """An id with slashes or without, escaped or not, and what stands behind it in any order."""
-    assert split_path(path) == (said, "/v1/x")
+    assert split_path(path) == (fields, "/v1/x")
 
 
 @pytest.mark.parametrize(
@@ -442,18 +442,18 @@ HEADER = st.text(st.characters(codec="latin-1", exclude_categories=("Cc",)), max
     st.none() | st.text(max_size=20) | st.text(max_size=9).map("trajectory:".__add__),
 )
 @settings(max_examples=200)
-def test_identity_is_total(said: Any, headers: Any, body: Any, key: str | None) -> None:
+def test_identity_is_total(fields: Any, headers: Any, body: Any, key: str | None) -> None:
     """Anything gives an identity or a 400; the same twice; and what it says can be written down."""
     status = 200
     try:
-        identity = identify(said, headers, body, key)
+        identity = identify(fields, headers, body, key)
         wanted = identity.wanted()
     except RequestError as error:
         status = error.status
     if status != 200:
         assert status == 400
         return
-    assert identify(said, headers, body, key) == identity
+    assert identify(fields, headers, body, key) == identity
     assert (identity.name is None) == (identity.by == "nothing")
     orjson.dumps(wanted.model_dump())
 

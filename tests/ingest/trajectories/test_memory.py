@@ -20,7 +20,7 @@ from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.engines.scripted import ScriptedEngine
 from rollbook.ingest.recording import recorder
-from rollbook.ingest.recording.recovery import RunRecovery
+from rollbook.ingest.recording.recorder import RunRecovery
 from rollbook.ingest.recording.restore import restored
 from rollbook.ingest.replies.json_calls import HERMES
 from rollbook.ingest.replies.written import ReplyWriter

@@ -186,7 +186,7 @@ def test_a_request_that_has_no_stored_form(passed: Passed, upstream: HttpUpstrea
 
 
 @pytest.mark.parametrize(
-    "said",
+    "text",
     [
         json.dumps(chat_reply(deep=0)).replace(": 0}", ": " + "[" * 600 + "]" * 600 + "}").encode(),
         json.dumps(chat_reply("\ud800")).encode(),
@@ -194,12 +194,12 @@ def test_a_request_that_has_no_stored_form(passed: Passed, upstream: HttpUpstrea
     ids=["deep", "half a surrogate"],
 )
 def test_a_reply_that_has_no_stored_form(
-    passing: Callable[..., Passed], upstream: HttpUpstream, said: bytes
+    passing: Callable[..., Passed], upstream: HttpUpstream, text: bytes
 ) -> None:
     """It passes as it is; its turn failed, is counted, and does no harm to later ones, nor to a restart."""
     passed = passing()
-    upstream.answers.append(whole(said))
-    assert passed.chat(USER).content == said
+    upstream.answers.append(whole(text))
+    assert passed.chat(USER).content == text
     assert "cannot be recorded" in passed.turn().failed.error
     assert passed.chat(USER).status_code == 200
     assert [bool(t.completed) for t in passed.turns(count=2)] == [False, True]
@@ -208,12 +208,12 @@ def test_a_reply_that_has_no_stored_form(
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"{}", b"[]", b"null", b'{"choices": 5}', b"<html>", b'{"choices": [7]}']
+    "text", [b"", b"{}", b"[]", b"null", b'{"choices": 5}', b"<html>", b'{"choices": [7]}']
 )
 @pytest.mark.parametrize("path", ENDPOINTS)
-def test_a_reply_that_says_nothing(passed: Passed, upstream: HttpUpstream, path: str, said: bytes) -> None:
+def test_a_reply_that_says_nothing(passed: Passed, upstream: HttpUpstream, path: str, text: bytes) -> None:
     """Whatever an upstream says with status 200, it passes, and the turn did not complete."""
-    upstream.answers += [whole(said), streamed(b"data: " + said + b"\n\n")]
+    upstream.answers += [whole(text), streamed(b"data: " + text + b"\n\n")]
     for _ in range(2):
         reply = passed.post(path, ENDPOINTS[path]["asks"])
         assert reply.status_code == 200

@@ -15,8 +15,8 @@ from tests.fakes.upstreams.server import Answer, HttpUpstream, chat_reply, whole
 from tests.ingest.upstream.conftest import Passed
 
 from rollbook.ingest.endpoints import chat
-from rollbook.ingest.upstream.forwarded_response import EndFinder
 from rollbook.ingest.upstream.recorder import ReplyBudget, ReplyCopy
+from rollbook.ingest.upstream.routes import EndFinder
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}

@@ -18,7 +18,7 @@ from tests.ingest.upstream.conftest import Passed
 from rollbook.edge.keys import Key, Keys, Role, digest_of, trajectory_key
 from rollbook.engines.address import EngineAddress
 from rollbook.ingest.serve.engines import upstream_of
-from rollbook.ingest.serve.prepared import recorded_settings
+from rollbook.ingest.serve.serve import recorded_settings
 from rollbook.ingest.upstream.paths import allowed, canonical_path, paths_of, response_named
 from rollbook.store.errors import ConfigError, RequestError
 from rollbook.store.secret import store_secret

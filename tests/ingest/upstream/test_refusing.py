@@ -12,7 +12,7 @@ from tests.fakes.upstreams.replies import ENDPOINTS
 from tests.fakes.upstreams.server import HttpUpstream, chat_reply, streamed, whole
 from tests.ingest.upstream.conftest import Passed
 
-from rollbook.ingest.serve.prepared import recorded_settings
+from rollbook.ingest.serve.serve import recorded_settings
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Hello"}

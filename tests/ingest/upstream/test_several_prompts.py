@@ -10,8 +10,8 @@ from tests.fakes.upstreams.server import HttpUpstream, sse, streamed, whole
 from tests.ingest.upstream.conftest import Passed
 
 from rollbook.ingest.endpoints import completions
-from rollbook.ingest.upstream.forwarded_response import gathered, read_reply
 from rollbook.ingest.upstream.recorder import prompt_ids
+from rollbook.ingest.upstream.routes import gathered, read_reply
 from rollbook.train.select.samples import all_samples
 
 PATH = "/v1/completions"

@@ -196,6 +196,7 @@ def test_what_was_changed_before_is_named(
 # Left out -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_without_the_optimizer(
     trained: Stores, tamper: Tamper, tmp_path: Path, cli: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -406,11 +407,11 @@ TRAIN = "sealed/train/00000001-00000001.1/UNIT.json"
 
 @pytest.mark.more_but(
     "*its manifest tells of0",
-    *(f"*{said}*" for said in ("version 4 is not", "None up to", "said to be elsewhere0", "hold events")),
-    *(f"*{said}*" for said in ("unit other", "update rollbook", "No such file", "version 9 is not in")),
+    *(f"*{reason}*" for reason in ("version 4 is not", "None up to", "said to be elsewhere0", "hold events")),
+    *(f"*{reason}*" for reason in ("unit other", "update rollbook", "No such file", "version 9 is not in")),
 )
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "reason"),
     [
         (_tells("BUNDLE.json", step=9, steps=[9]), "its manifest tells of"),
         (_tells("BUNDLE.json", step=3, steps=[3]), "no committed step 3"),
@@ -431,11 +432,11 @@ TRAIN = "sealed/train/00000001-00000001.1/UNIT.json"
         (_lacks("checkpoints/"), "the checkpoint of version 9 is not in it"),
     ],
 )
-def test_a_bundle_whose_content_is_not_as_told(plain: Path, tmp_path: Path, change: Any, said: str) -> None:
+def test_a_bundle_whose_content_is_not_as_told(plain: Path, tmp_path: Path, change: Any, reason: str) -> None:
     """Every digest holds, and what is told of the log, its units or the checkpoint does not: refused."""
     file = tmp_path / "hostile.rollbook"
     file.write_bytes(_changed(plain, change))
-    with pytest.raises(InterchangeError, match=said), opened_bundle(file, tmp_path / "made"):
+    with pytest.raises(InterchangeError, match=reason), opened_bundle(file, tmp_path / "made"):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["hostile.rollbook"]
 

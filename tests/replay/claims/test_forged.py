@@ -36,7 +36,7 @@ class Forged:
     key: str = ""
 
 
-def _of(name: str, **changes: Any) -> Change:
+def _with_keys(name: str, **changes: Any) -> Change:
     """The record with other keys in one of its values."""
     return lambda record: replace(record, **{name: getattr(record, name) | changes})
 
@@ -93,24 +93,28 @@ def _other_hash(record: Any) -> Any:
 
 
 FORGED = {
-    "warmup": Forged(StepPlanned, _of("optimizer", warmup_steps=9), "training", "optimizer.warmup_steps"),
-    "decay": Forged(StepPlanned, _of("optimizer", decay_steps=90), "training", "optimizer.decay_steps"),
-    "clip": Forged(StepPlanned, _of("optimizer", clip_grad=7.0), "training", "optimizer.clip_grad"),
+    "warmup": Forged(
+        StepPlanned, _with_keys("optimizer", warmup_steps=9), "training", "optimizer.warmup_steps"
+    ),
+    "decay": Forged(
+        StepPlanned, _with_keys("optimizer", decay_steps=90), "training", "optimizer.decay_steps"
+    ),
+    "clip": Forged(StepPlanned, _with_keys("optimizer", clip_grad=7.0), "training", "optimizer.clip_grad"),
     "critic": Forged(
         StepPlanned, _within("critic", "optimizer", warmup_steps=9), "training", "critic.warmup_steps"
     ),
     "environment": Forged(
-        StepPlanned, _of("environment", processor="abacus"), "training", "environment.processor"
+        StepPlanned, _with_keys("environment", processor="abacus"), "training", "environment.processor"
     ),
     "removed environment": Forged(
         StepPlanned, _without("environment", "libraries"), "training", "environment.libraries"
     ),
-    "recipe": Forged(StepPlanned, _of("recipe", age_decay=0.5), "selection", "recipe_digest"),
+    "recipe": Forged(StepPlanned, _with_keys("recipe", age_decay=0.5), "selection", "recipe_digest"),
     "phase": Forged(StepPlanned, lambda p: replace(p, phase="0" * 64), "training", "phase"),
     "routing": Forged(StepPlanned, lambda p: replace(p, routing_replay=True), "training", "routing_replay"),
-    "schedule": Forged(StepPlanned, _of("schedule", micro_batch_size=6), "training", "schedule.micro"),
+    "schedule": Forged(StepPlanned, _with_keys("schedule", micro_batch_size=6), "training", "schedule.micro"),
     "cut": Forged(StepPlanned, lambda p: replace(p, cut=_less(p.cut)), "training", "cut"),
-    "batch": Forged(StepPlanned, _of("rollout_batch", steps=3), "schedule", "rollout_batch.steps"),
+    "batch": Forged(StepPlanned, _with_keys("rollout_batch", steps=3), "schedule", "rollout_batch.steps"),
     "commit": Forged(StepCommitted, lambda c: replace(c, policy_version=99), "training", "commit"),
     "metric": Forged(StepCommitted, _without("metrics", "loss"), "metrics", "loss"),
     "digest": Forged(StepCommitted, _without("digests", "gradients"), "gradients", "gradients"),
@@ -126,13 +130,13 @@ FORGED = {
     "opened demand": Forged(
         RunOpened, _within("config", "demand", groups=7), "training", "run.opened.demand"
     ),
-    "opened steps": Forged(RunOpened, _of("config", steps=40), "training", "schedule.steps"),
-    "opened done": Forged(RunOpened, _of("config", steps_done=1), "training", "run.opened.steps_done"),
+    "opened steps": Forged(RunOpened, _with_keys("config", steps=40), "training", "schedule.steps"),
+    "opened done": Forged(RunOpened, _with_keys("config", steps_done=1), "training", "run.opened.steps_done"),
     "opened record": Forged(
         RunOpened, _within("config", "record", vectors=["logprobs"]), "evidence", "vectors of"
     ),
     "opened environment": Forged(
-        RunOpened, _of("environment", processor="abacus"), "training", "environment.processor"
+        RunOpened, _with_keys("environment", processor="abacus"), "training", "environment.processor"
     ),
 }
 

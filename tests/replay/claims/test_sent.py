@@ -21,10 +21,9 @@ from tests.fakes.stories import fabric
 from rollbook import store as rb
 from rollbook.bench.scripted.job import Options
 from rollbook.bench.scripted.sglang import ScriptedSGLang
-from rollbook.engines.embedded.control import control_routes
-from rollbook.engines.embedded.engine import EmbeddedEngine
+from rollbook.engines.embedded.engine import EmbeddedEngine, control_routes
+from rollbook.engines.weights.compare import Expected
 from rollbook.engines.weights.digests import digest_stream, digest_tensors, stream_files
-from rollbook.engines.weights.expected import Expected
 from rollbook.replay.claims.sent import Sent, activations, sent_differences
 from rollbook.store import Event, Store
 from rollbook.store.errors import FormatError

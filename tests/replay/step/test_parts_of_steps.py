@@ -34,7 +34,7 @@ def with_vectors(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
     log = rb.open(shutil.copytree(fabric.trained_path(), tmp_path_factory.mktemp("vectors") / "store"))
     fabric.append(log, fabric.rollout_records(2, 4, first=6, version=12))
-    record = {"vectors": ["logprobs", "losses", "values"]}
+    record = {"vectors": ["logprobs", "losses", "values", "entropies"]}
     fabric.train(log, fabric.config(fabric.GRPO, seed=5, steps=1, record=record))
     return log
 
@@ -48,7 +48,11 @@ def test_what_is_recorded(with_vectors: Store) -> None:
     """Of each stage that the step has, a number for each trained token; of others nothing."""
     records = _vectors(with_vectors)
     tokens = fabric.steps_of(with_vectors).steps[GRPO_STEP].committed.metrics["trained_tokens"]
-    assert set(records) == {"logprobs", "losses"}
+    assert set(records) == {"logprobs", "losses", "entropies"}
+    entropies = np.frombuffer(base64.b64decode(records["entropies"].values), "<f4").astype(np.float64)
+    metrics = fabric.steps_of(with_vectors).steps[GRPO_STEP].committed.metrics
+    assert entropies.mean() == pytest.approx(metrics["entropy"], rel=1e-6)
+    assert len(set(entropies.tolist())) > 10
     for record in records.values():
         values = np.frombuffer(base64.b64decode(record.values), "<f4")
         assert (len(values), record.step, record.attempt) == (tokens, GRPO_STEP, 1)
@@ -119,6 +123,23 @@ def test_a_token_is_named_with_both_values(with_vectors: Store, tamper: Tamper, 
     assert place.turn_id is not None
     assert place.token is not None
     assert "2 ulps apart" in result.stages["logprobs"].why
+
+
+def test_a_forged_entropy_is_found(with_vectors: Store, tamper: Tamper, tmp_path: Path) -> None:
+    """It has no digest of its own, and is as exact as the logprobs that it was computed with."""
+    import shutil
+
+    from rollbook import store as rb
+
+    log = rb.open(shutil.copytree(with_vectors.path, tmp_path / "copy"))
+    own = np.frombuffer(base64.b64decode(_vectors(log)["entropies"].values), "<f4").copy()
+    own[3] += 1
+    changed = base64.b64encode(own.tobytes()).decode()
+    tamper.event(log, "step.vectors", lambda r: replace(r, values=changed), stage="entropies")
+    assert replay_step(with_vectors, GRPO_STEP).equal
+    result = replay_step(log, GRPO_STEP)
+    assert result.differs_in == "evidence"
+    assert "vectors of entropies" in result.stages["evidence"].why
 
 
 def test_some_samples(trained: Stores) -> None:

@@ -22,7 +22,7 @@ from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.batches.materialize import Materializer
 from rollbook.train.ranks.backend import TrainablePolicy
 from rollbook.train.select import recipe
-from rollbook.train.step import metrics, scoring
+from rollbook.train.step import experiences, metrics
 from rollbook.train.step.experiences import Experiences
 from rollbook.train.step.step import PolicyLoss
 
@@ -134,7 +134,7 @@ def _current_for_old(patch: pytest.MonkeyPatch) -> None:
             held, algorithm = self._held, recorded_algorithm(plan.algorithm)
             parts = [[[i] for i in range(len(held.samples))]]
             args = (algorithm, held.samples, held.masks, parts, self._references)
-            now = scoring.score(self._policy, *args, packed=False)().old_logprobs
+            now = experiences.score(self._policy, *args, packed=False)().old_logprobs
             rollout = np.concatenate([s.logprobs[m] for s, m in zip(held.samples, held.masks, strict=True)])
             weights = algorithm.weights(now.astype(np.float64) - rollout, np.diff(held.ends))
             self._held = replace(held, weights=weights)

@@ -25,7 +25,7 @@ Stores = Callable[..., Store]
 # Bit for bit --------------------------------------------------------------------------------------
 
 
-@pytest.mark.more_but("0-*", "7-*", "9-*", "10-*")
+@pytest.mark.more_but("0-*", "7-*", "10-*")
 @pytest.mark.parametrize(
     ("step", "base", "reran"),
     [

@@ -27,7 +27,7 @@ from rollbook.train.step.step import STAGES
 ROUGH = Tolerance("for tests", rtol=0.1, atol=1.0)
 
 
-def _one(*values: float, dtype: Any = np.float32) -> dict[str, Any]:
+def _arrays(*values: float, dtype: Any = np.float32) -> dict[str, Any]:
     return {"x": np.array(values, dtype)}
 
 
@@ -37,31 +37,31 @@ def _one(*values: float, dtype: Any = np.float32) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("recorded", "found", "tolerance", "verdict"),
     [
-        (_one(1, 2), _one(1, 2), Tolerance("exact"), "equal"),
-        (_one(1, np.nan), _one(1, np.nan), Tolerance("exact"), "equal"),
-        (_one(1, 2), _one(1, 2.0000002), Tolerance("exact"), "differs"),
-        (_one(0.0), _one(-0.0), Tolerance("exact"), "differs"),
-        (_one(0.0), _one(-0.0), ROUGH, "equal within"),
-        (_one(10, 2), _one(12, 2), ROUGH, "equal within"),
-        (_one(10, 2), _one(12.1, 2), ROUGH, "differs"),
-        (_one(10, 2), _one(8, 2), ROUGH, "equal within"),
-        (_one(10, 2), _one(7.9, 2), ROUGH, "differs"),
-        (_one(10, np.nan), _one(10, 2), ROUGH, "differs"),
-        (_one(10, 2), _one(10, np.nan), ROUGH, "differs"),
-        (_one(np.inf, 2), _one(np.inf, 2.5), ROUGH, "equal within"),
-        (_one(np.inf), _one(-np.inf), ROUGH, "differs"),
-        (_one(9, 9), _one(9, np.inf), ROUGH, "differs"),
-        (_one(100, 0), _one(100, 0.9), Tolerance("", of_largest=0.01), "equal within"),
-        (_one(-100, 0), _one(-100, 1.1), Tolerance("", of_largest=0.01), "differs"),
-        (_one(1, 2), _one(1, 2.015), Tolerance("", of_rate=2.0), "equal within"),
-        (_one(1, 2), _one(1, 2.021), Tolerance("", of_rate=2.0), "differs"),
-        (_one(*[0] * 9), _one(*[0.9] * 9), Tolerance("", atol=1.0, typical=0.5), "differs"),
-        (_one(*[0] * 9), _one(0.9, *[0] * 8), Tolerance("", atol=1.0, typical=0.5), "equal within"),
-        (_one(1, 2, dtype=np.int32), _one(1, 3, dtype=np.int32), Tolerance("exact"), "differs"),
-        (_one(2**60, dtype=np.int64), _one(2**60 + 1, dtype=np.int64), Tolerance("exact"), "differs"),
-        (_one(1, 0, dtype=bool), _one(1, 1, dtype=bool), Tolerance("exact"), "differs"),
+        (_arrays(1, 2), _arrays(1, 2), Tolerance("exact"), "equal"),
+        (_arrays(1, np.nan), _arrays(1, np.nan), Tolerance("exact"), "equal"),
+        (_arrays(1, 2), _arrays(1, 2.0000002), Tolerance("exact"), "differs"),
+        (_arrays(0.0), _arrays(-0.0), Tolerance("exact"), "differs"),
+        (_arrays(0.0), _arrays(-0.0), ROUGH, "equal within"),
+        (_arrays(10, 2), _arrays(12, 2), ROUGH, "equal within"),
+        (_arrays(10, 2), _arrays(12.1, 2), ROUGH, "differs"),
+        (_arrays(10, 2), _arrays(8, 2), ROUGH, "equal within"),
+        (_arrays(10, 2), _arrays(7.9, 2), ROUGH, "differs"),
+        (_arrays(10, np.nan), _arrays(10, 2), ROUGH, "differs"),
+        (_arrays(10, 2), _arrays(10, np.nan), ROUGH, "differs"),
+        (_arrays(np.inf, 2), _arrays(np.inf, 2.5), ROUGH, "equal within"),
+        (_arrays(np.inf), _arrays(-np.inf), ROUGH, "differs"),
+        (_arrays(9, 9), _arrays(9, np.inf), ROUGH, "differs"),
+        (_arrays(100, 0), _arrays(100, 0.9), Tolerance("", of_largest=0.01), "equal within"),
+        (_arrays(-100, 0), _arrays(-100, 1.1), Tolerance("", of_largest=0.01), "differs"),
+        (_arrays(1, 2), _arrays(1, 2.015), Tolerance("", of_rate=2.0), "equal within"),
+        (_arrays(1, 2), _arrays(1, 2.021), Tolerance("", of_rate=2.0), "differs"),
+        (_arrays(*[0] * 9), _arrays(*[0.9] * 9), Tolerance("", atol=1.0, typical=0.5), "differs"),
+        (_arrays(*[0] * 9), _arrays(0.9, *[0] * 8), Tolerance("", atol=1.0, typical=0.5), "equal within"),
+        (_arrays(1, 2, dtype=np.int32), _arrays(1, 3, dtype=np.int32), Tolerance("exact"), "differs"),
+        (_arrays(2**60, dtype=np.int64), _arrays(2**60 + 1, dtype=np.int64), Tolerance("exact"), "differs"),
+        (_arrays(1, 0, dtype=bool), _arrays(1, 1, dtype=bool), Tolerance("exact"), "differs"),
         ({}, {}, Tolerance("exact"), "equal"),
-        (_one(), _one(), ROUGH, "equal"),
+        (_arrays(), _arrays(), ROUGH, "equal"),
     ],
 )
 def test_a_verdict(recorded: Any, found: Any, tolerance: Tolerance, verdict: str) -> None:
@@ -84,12 +84,12 @@ def test_the_worst_number_is_shown() -> None:
     assert exact is not None
     assert (exact.name, exact.index, exact.ulps, exact.share) == ("a", (1, 2), 1, math.inf)
     assert str(exact) == "a[1, 2]: recorded 10.0, found 10.000000953674316, 1 ulp apart"
-    whole = compare(_one(1, dtype=np.int64), _one(2, dtype=np.int64), Tolerance("exact")).worst
+    whole = compare(_arrays(1, dtype=np.int64), _arrays(2, dtype=np.int64), Tolerance("exact")).worst
     assert str(whole) == "x[0]: recorded 1.0, found 2.0"
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "reason"),
     [
         ({}, "in one of both alone: x"),
         ({"x": np.zeros(3, np.float32)}, "x: recorded float32 (2,), found float32 (3,)"),
@@ -97,10 +97,10 @@ def test_the_worst_number_is_shown() -> None:
         ({"x": 0, "a": 0, "b": 0, "c": 0, "d": 0}, "in one of both alone: a, b, c, and 1 more"),
     ],
 )
-def test_sets_that_are_not_alike(found: Any, said: str) -> None:
+def test_sets_that_are_not_alike(found: Any, reason: str) -> None:
     """Names, shapes and types are told; nothing is within any tolerance then."""
-    result = compare(_one(0, 0), found, ROUGH)
-    assert (result.verdict, result.worst, result.unlike) == ("differs", None, said)
+    result = compare(_arrays(0, 0), found, ROUGH)
+    assert (result.verdict, result.worst, result.unlike) == ("differs", None, reason)
 
 
 _FLOATS = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -113,7 +113,7 @@ _SHARES = st.floats(0, 1)
 )
 def test_verdicts_are_those_of_the_definition(pairs: list[tuple[float, float]], tolerance: Tolerance) -> None:
     """As one would write it down, number by number."""
-    recorded, replayed = (_one(*side) for side in zip(*pairs, strict=True))
+    recorded, replayed = (_arrays(*side) for side in zip(*pairs, strict=True))
     largest = max((abs(number) for number, _ in pairs if math.isfinite(number)), default=0.0)
     shares = []
     for number, other in pairs:
@@ -185,7 +185,7 @@ def test_an_optimizers_kinds_are_held_apart() -> None:
 
 def test_bfloat16_weights_are_counted_in_their_own_steps() -> None:
     """One step of bfloat16 is many of float32; what is not of the weights' type is counted in its own."""
-    recorded, replayed = _one(1.0), _one(1.0 + 2**-7)
+    recorded, replayed = _arrays(1.0), _arrays(1.0 + 2**-7)
     narrow = compare_stage("weights", recorded, replayed, dtype="bfloat16", rate=1e-3).worst
     wide = compare_stage("logprobs", recorded, replayed, dtype="bfloat16").worst
     assert narrow is not None

@@ -112,7 +112,7 @@ def test_arrays_of_any_shape(values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "dtype", "said"),
+    ("one", "other", "dtype", "reason"),
     [
         (np.zeros(2, np.float32), np.zeros(3, np.float32), None, "not compared number by number"),
         (np.zeros(2, np.float32), np.zeros(2), None, "not compared number by number"),
@@ -121,7 +121,7 @@ def test_arrays_of_any_shape(values: Any) -> None:
         (np.zeros(2), np.zeros(2), "bfloat16", "no distance in bfloat16 of arrays of float64"),
     ],
 )
-def test_what_is_not_compared(one: Any, other: Any, dtype: str | None, said: str) -> None:
+def test_what_is_not_compared(one: Any, other: Any, dtype: str | None, reason: str) -> None:
     """Two shapes or types, and a type that has no such distance."""
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=reason):
         ulps(one, other, dtype)

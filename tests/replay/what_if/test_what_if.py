@@ -18,10 +18,9 @@ from tests.replay.conftest import Tamper
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
-from rollbook.replay.what_if.counterfactual import Changes
-from rollbook.replay.what_if.rescoring import Rescoring, write_rewards
+from rollbook.replay.what_if.changes import Changes
 from rollbook.replay.what_if.side_by_side import Differences
-from rollbook.replay.what_if.what_if import WhatIf, WhatIfRequest, what_if
+from rollbook.replay.what_if.what_if import Rescoring, WhatIf, WhatIfRequest, what_if, write_rewards
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, ReplayError, TrainError
 from rollbook.store.events import PreferenceAdded, RewardAssigned

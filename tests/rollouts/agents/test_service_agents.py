@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.fakes.agents import service as agent_service
-from tests.fakes.processes.rollout_runs import launches, run, tasks, told
+from tests.fakes.processes.rollout_runs import columns_of, launches, run, tasks
 from tests.fakes.proxies.served import Served
 
 from rollbook.rollouts.config import RolloutConfig, load_rollouts, parse_rollouts
@@ -117,7 +117,7 @@ def test_agents_of_every_kind(server: Served, config: Callable[..., RolloutConfi
     settings = config()
     progress, _ = run(settings, tasks("answer", "at once", "exit", "nonsense"))
     rows = [row for row in launches(server, settings.name) if row["attempt"] == 1]
-    assert told(rows, "status", "finished", "reward", "turns") == [
+    assert columns_of(rows, "status", "finished", "reward", "turns") == [
         ("done", "completed", 0.75, 1),
         ("done", "completed", 0.75, 1),
         ("agent_error", "failed", None, 1),
@@ -135,7 +135,7 @@ def test_a_clock_that_runs_out(
     """The agent is cancelled at the service."""
     settings = config(clocks={"total_s": 1.0})
     run(settings, tasks("wait"))
-    assert told(launches(server, settings.name), "status", "finished") == [("timeout", "failed")]
+    assert columns_of(launches(server, settings.name), "status", "finished") == [("timeout", "failed")]
     assert [words[0] for words in service.told()] == ["start", "cancel"]
 
 
@@ -145,7 +145,7 @@ def test_a_request_without_an_answer_is_repeated_and_starts_nothing_twice(
     """By the key of its launch."""
     settings = config()
     run(settings, tasks("lose"))
-    assert told(launches(server, settings.name), "status", "attempt", "turns") == [("done", 1, 1)]
+    assert columns_of(launches(server, settings.name), "status", "attempt", "turns") == [("done", 1, 1)]
     assert [words[0] for words in service.told()] == ["start"]
 
 
@@ -154,7 +154,10 @@ def test_what_it_refuses_is_said(server: Served, config: Callable[..., RolloutCo
     settings = config()
     progress, _ = run(settings, tasks("refuse"))
     rows = launches(server, settings.name)
-    assert told(rows, "status", "why") == [("infra_error", "its service answered 422: no such task here")] * 2
+    assert (
+        columns_of(rows, "status", "why")
+        == [("infra_error", "its service answered 422: no such task here")] * 2
+    )
     assert progress.given_up == 1
 
 
@@ -241,7 +244,7 @@ def test_rollouts_that_are_killed(server: Served, service: Service, tmp_path: Pa
         assert _in_time(lambda: service.told()[-1][0] == "lease")
     progress, _ = run(load_rollouts(file), [Task("a", {"do": "answer"})])
     rows = launches(server, name)
-    assert told(rows, "attempt", "status", "finished") == [
+    assert columns_of(rows, "attempt", "status", "finished") == [
         (1, "infra_error", "void"),
         (2, "done", "completed"),
     ]

@@ -19,7 +19,7 @@ from rollbook.rollouts.config import parse_rollouts
 from rollbook.rollouts.launchers import cgroups, isolation
 from rollbook.rollouts.launchers.agents import agents_of, launcher_of
 from rollbook.rollouts.launchers.launching import Exit, Isolation, Launch, Limits
-from rollbook.rollouts.launchers.leaks import command_of
+from rollbook.rollouts.launchers.reaper import command_of
 from rollbook.rollouts.launchers.subprocess_launcher import SubprocessLauncher
 from rollbook.rollouts.proxy import Proxy
 from rollbook.store.errors import LaunchError

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import pytest
 from tests.fakes.processes import container_engine
 from tests.fakes.processes.container_engine import IMAGE
-from tests.fakes.processes.rollout_runs import launches, run, told
+from tests.fakes.processes.rollout_runs import columns_of, launches, run
 from tests.fakes.processes.warm import WarmProcess
 from tests.fakes.proxies.served import Served
 
@@ -449,7 +449,7 @@ def test_rollouts_in_containers(
     what = [AGENT, AGENT + "exit 5", "true"]
     progress, _ = run(boxes, [Task(f"t{i}", {"do": text}) for i, text in enumerate(what)])
     rows = launches(server, boxes.name)
-    assert told(rows, "status", "finished", "reward", "turns", "exit_code") == [
+    assert columns_of(rows, "status", "finished", "reward", "turns", "exit_code") == [
         ("done", "completed", 1.0, 1, 0),
         ("agent_error", "failed", None, 1, 5),
         ("agent_error", "failed", None, 0, 0),
@@ -457,7 +457,7 @@ def test_rollouts_in_containers(
     assert {json.loads(row["isolation"])["level"] for row in rows} == {"container"}
     assert (progress.done, progress.leaked) == (3, 0)
     run(late, [Task("t", {"do": "trap '' TERM; sleep 60 & sleep 60"})])
-    assert told(launches(server, late.name), "status", "finished") == [("timeout", "failed")]
+    assert columns_of(launches(server, late.name), "status", "finished") == [("timeout", "failed")]
     for name in (boxes.name, late.name):
         label = f"label=rollbook.rollout={name}"
         assert containers.said("ps", "--all", "--quiet", "--filter", label) == ""

@@ -187,17 +187,17 @@ def test_no_store_no_catalog(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_log_needs_no_catalog(told: Store, notes: Callable[..., list[Event]]) -> None:
+def test_the_log_needs_no_catalog(story_store: Store, notes: Callable[..., list[Event]]) -> None:
     """Without its catalog a store loses nothing: reading makes no new one, and writing goes on."""
-    before, head = told.table(), told.head()
-    url = catalog_url(told.path)
+    before, head = story_store.table(), story_store.head()
+    url = catalog_url(story_store.path)
     if url.database and url.get_backend_name() == "sqlite":
         for file in Path(url.database).parent.glob("catalog.db*"):
             file.unlink()
-    (told.path / "store.toml").write_text('[catalog]\nurl = "sqlite:////nowhere/at/all/catalog.db"\n')
-    opened = rb.open(told.path)
+    (story_store.path / "store.toml").write_text('[catalog]\nurl = "sqlite:////nowhere/at/all/catalog.db"\n')
+    opened = rb.open(story_store.path)
     assert opened.table().equals(before)
-    assert rb.connect(told.path).execute("select count(*) from turns").fetchall() == [(4,)]
+    assert rb.connect(story_store.path).execute("select count(*) from turns").fetchall() == [(4,)]
     with opened.writer("serve") as writer:
         assert writer.append(notes(1)).result(30) == head["serve"]
     assert opened.head() == head | {"serve": head["serve"] + 1}
@@ -256,20 +256,22 @@ def test_sqlite_is_in_wal_mode(store: Store) -> None:
 
 @pytest.mark.more_but("sqlite*")
 def test_info_as_json(
-    told: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    story_store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`rollbook store info --json` prints the store's id, head, the catalog's place and its rows."""
-    told.writer("train").close()
-    monkeypatch.setattr(sys, "argv", ["rollbook", "store", "info", "--store", str(told.path), "--json"])
+    story_store.writer("train").close()
+    monkeypatch.setattr(
+        sys, "argv", ["rollbook", "store", "info", "--store", str(story_store.path), "--json"]
+    )
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 0
     info = orjson.loads(capsys.readouterr().out)
-    assert (info["path"], info["id"]) == (str(told.path), told.store_id)
-    assert info["head"] == rb.format_cut(told.head())
-    assert info["catalog"] == Catalog.of(told.path).name
+    assert (info["path"], info["id"]) == (str(story_store.path), story_store.store_id)
+    assert info["head"] == rb.format_cut(story_store.head())
+    assert info["catalog"] == Catalog.of(story_store.path).name
     assert [lane["name"] for lane in info["lanes"]] == ["serve", "train"]
-    count = told.head()["train"]
+    count = story_store.head()["train"]
     assert [(s["lane"], s["number"], s["state"], s["events"]) for s in info["segments"]] == [
         ("serve", 1, "open", None),
         ("train", 1, "closed", count),
@@ -281,18 +283,18 @@ def test_info_as_json(
 
 @pytest.mark.more_but("sqlite*")
 def test_info_for_people(
-    told: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    story_store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without --json the same is printed as tables; an empty one is left out."""
-    catalog = Catalog.of(told.path)
+    catalog = Catalog.of(story_store.path)
     catalog.record_checkpoint("demo", CheckpointWritten("actor", 1, "checkpoints/1", "w1", None, None, 1))
-    monkeypatch.setattr(sys, "argv", ["rollbook", "store", "info", "--store", str(told.path)])
+    monkeypatch.setattr(sys, "argv", ["rollbook", "store", "info", "--store", str(story_store.path)])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     out = capsys.readouterr().out
     assert stop.value.code == 0
-    assert f"head     {rb.format_cut(told.head())}" in out
-    assert told.store_id in out
+    assert f"head     {rb.format_cut(story_store.head())}" in out
+    assert story_store.store_id in out
     lines = out.splitlines()
     assert "checkpoints" in lines
     assert "units" not in lines

@@ -18,7 +18,7 @@ from sqlalchemy import URL, Engine, create_engine, inspect
 
 from rollbook.store import Event, Store
 from rollbook.store.catalog import Catalog
-from rollbook.store.catalog.tables import FORMER_TABLES, SCHEMA_REVISION, TABLES, Base
+from rollbook.store.catalog.database import FORMER_TABLES, SCHEMA_REVISION, TABLES, Base
 from rollbook.store.errors import CatalogError
 
 NAMES = {table.__tablename__ for table in TABLES}

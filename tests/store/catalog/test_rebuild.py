@@ -41,30 +41,30 @@ def _rows(store: Store) -> Rows:
     return rows
 
 
-def _grow(told: Store, story: dict[str, list[Event]], notes: Callable[..., list[Event]]) -> None:
+def _grow(story_store: Store, story: dict[str, list[Event]], notes: Callable[..., list[Event]]) -> None:
     for lane, events in story.items():
-        with told.writer(lane) as writer:
+        with story_store.writer(lane) as writer:
             writer.append(events).result(30)
-    catalog = Catalog.of(told.path)
+    catalog = Catalog.of(story_store.path)
     for i in range(4):
-        with told.writer("bulk") as writer:
+        with story_store.writer("bulk") as writer:
             writer.append(notes(5, start=5 * i)).result(30)
             if i == 3:
                 writer.append([Event(CHECKPOINT, "demo")]).result(30)
-    for event in told.events():
+    for event in story_store.events():
         if isinstance(event.record, CheckpointWritten):
             catalog.record_checkpoint(event.run, event.record)
     for numbers in ([1], [2, 3]):
-        seal_segments(told.path, "bulk", numbers, SealSettings())
-        catalog.record_units("bulk", current_units(told.path, "bulk"))
-    first = current_units(told.path, "bulk")[0]
-    write_manifest(unit_folder(told.path, first), replace(first, dropped_us=1_700_000_000_000_001))
+        seal_segments(story_store.path, "bulk", numbers, SealSettings())
+        catalog.record_units("bulk", current_units(story_store.path, "bulk"))
+    first = current_units(story_store.path, "bulk")[0]
+    write_manifest(unit_folder(story_store.path, first), replace(first, dropped_us=1_700_000_000_000_001))
     for file in first.files:
-        (unit_folder(told.path, first) / file.name).unlink()
+        (unit_folder(story_store.path, first) / file.name).unlink()
     for number in (1, 2):
-        segment_path(told.path / "lanes" / "bulk", number).unlink()
-    catalog.record_units("bulk", current_units(told.path, "bulk"))
-    told.writer("bulk").close()
+        segment_path(story_store.path / "lanes" / "bulk", number).unlink()
+    catalog.record_units("bulk", current_units(story_store.path, "bulk"))
+    story_store.writer("bulk").close()
     catalog.close()
 
 

@@ -111,7 +111,11 @@ def test_what_the_kinds_say() -> None:
         ),
         *("step.abandoned", "step.committed", "step.failed", "step.planned", "step.vectors", "stop.fired"),
     ]
-    assert kinds_where(lambda properties: properties.of == "run") == ["sample.dropped"]
+    of_run = kinds_where(lambda properties: properties.of == "run")
+    assert sorted(of_run) == [
+        *("operation.accepted", "operation.ended", "sample.dropped", "sampler.opened"),
+        *("weights.changed", "weights.copied", "weights.freed"),
+    ]
     assert about("no.such.kind") == About()
 
 

@@ -61,4 +61,5 @@ def test_before_version_2_each_step_was_a_batch() -> None:
         "lora": None,
         "routing_replay": False,
         "schedule": None,
+        "operations": None,
     }

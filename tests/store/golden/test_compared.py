@@ -48,4 +48,5 @@ def test_before_version_4_samples_were_compared_among_themselves() -> None:
         "lora": None,
         "routing_replay": False,
         "schedule": None,
+        "operations": None,
     }

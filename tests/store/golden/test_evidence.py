@@ -59,6 +59,6 @@ def test_every_event_is_what_was_written(golden: Store, plain: Callable[[Event],
 
 def test_before_none_of_it_was_written_down() -> None:
     """What an older event says of it is nothing."""
-    assert upcast("step.planned", 6, {"step": 3}) == {"step": 3, "schedule": None}
+    assert upcast("step.planned", 6, {"step": 3}) == {"step": 3, "schedule": None, "operations": None}
     assert upcast("step.committed", 1, {"step": 3}) == {"step": 3, "hashes": None}
     assert upcast("sample.dropped", 2, {"step": 3}) == {"step": 3, "policy_version": None, "cut": None}

@@ -81,6 +81,8 @@ NEWER_KINDS = frozenset(
         *("engine.controlled", "step.abandoned", "segment.repaired", "preference.added"),
         *("eval.finished", "stop.fired", "step.vectors", "checkpoint.removed"),
         *("launch.started", "launch.ended", "launch.leaked", "eval.started", "eval.sampled"),
+        *("session.opened", "session.ended", "sampler.opened", "operation.accepted", "operation.ended"),
+        *("weights.changed", "weights.copied", "weights.freed"),
     }
 )
 """Kinds that came after format 1's golden store was written."""

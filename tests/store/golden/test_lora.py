@@ -51,4 +51,5 @@ def test_before_version_5_weights_were_trained() -> None:
         "lora": None,
         "routing_replay": False,
         "schedule": None,
+        "operations": None,
     }

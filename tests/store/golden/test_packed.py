@@ -48,4 +48,5 @@ def test_before_version_3_samples_were_padded() -> None:
         "lora": None,
         "routing_replay": False,
         "schedule": None,
+        "operations": None,
     }

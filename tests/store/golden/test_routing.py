@@ -40,4 +40,9 @@ def test_every_event_is_what_was_written(golden: Store, plain: Callable[[Event],
 
 def test_before_version_6_nothing_was_replayed() -> None:
     """There was no other way."""
-    assert upcast("step.planned", 5, {"step": 3}) == {"step": 3, "routing_replay": False, "schedule": None}
+    assert upcast("step.planned", 5, {"step": 3}) == {
+        "step": 3,
+        "routing_replay": False,
+        "schedule": None,
+        "operations": None,
+    }

@@ -106,17 +106,17 @@ def _taught() -> list[Any]:
 
 
 @pytest.fixture
-def woods(told: Store) -> Store:
+def woods(story_store: Store) -> Store:
     """The story's store, with a forked trajectory rewarded anew from another lane, and an open one."""
     late = kinds.RewardAssigned("fork", None, -2.5, "agent", "e-woods-11")
     for lane, run, records in (
         ("woods", "woods", [*_forked(), *_taught()]),
         ("woods-late", "woods", [late]),
     ):
-        with told.writer(lane) as writer:
+        with story_store.writer(lane) as writer:
             events = [Event(r, run, f"e-{lane}-{i:02}", 1_700_000_000_000_000) for i, r in enumerate(records)]
             writer.append(events).result(30)
-    return told
+    return story_store
 
 
 @pytest.fixture

@@ -242,7 +242,7 @@ def test_a_name_twice_is_refused(refuse: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"bytes": 1 << 60}, "its manifest has"),
         ({"bytes": -1}, "its manifest has"),
@@ -253,14 +253,14 @@ def test_a_name_twice_is_refused(refuse: Callable[..., str]) -> None:
         ({"name": f"{CHECKPOINT}/other.json"}, "the header of"),
     ],
 )
-def test_a_member_that_is_not_as_told(refuse: Callable[..., str], changes: Any, said: str) -> None:
+def test_a_member_that_is_not_as_told(refuse: Callable[..., str], changes: Any, reason: str) -> None:
     """Sizes, digests and names that lie: no more is read or written than the file has."""
     *others, last = _members(CONTENT)
-    assert said in refuse(_archive(_manifest([*others, replace(last, **changes)]), list(CONTENT.items())))
+    assert reason in refuse(_archive(_manifest([*others, replace(last, **changes)]), list(CONTENT.items())))
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"step": "ten"}, "step Input should be a valid integer"),
         ({"events": True}, "events Input should be a valid integer"),
@@ -276,9 +276,9 @@ def test_a_member_that_is_not_as_told(refuse: Callable[..., str], changes: Any, 
         ({"members": None}, "members Input should be a valid"),
     ],
 )
-def test_a_manifest_of_no_bundle(refuse: Callable[..., str], changes: Any, said: str) -> None:
+def test_a_manifest_of_no_bundle(refuse: Callable[..., str], changes: Any, reason: str) -> None:
     """Values of other types, impossible numbers, too many files."""
-    assert said in refuse(_archive(_manifest(**changes), list(CONTENT.items())))
+    assert reason in refuse(_archive(_manifest(**changes), list(CONTENT.items())))
 
 
 def test_a_newer_format_and_other_files(refuse: Callable[..., str], tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ import pytest
 
 from rollbook.store import Store
 from rollbook.store.errors import InterchangeError
-from rollbook.store.interchange import hub, tables
-from rollbook.store.interchange.export import export_store
-from rollbook.store.interchange.hub import ROWS, text_of
+from rollbook.store.interchange import export
+from rollbook.store.interchange.export import ROWS, export_store, text_of
 
 
 @pytest.fixture
@@ -106,16 +105,19 @@ def test_the_card_says_what_the_library_finds(woods: Store, load: Callable[..., 
 
 
 def test_an_empty_store_and_a_cut(
-    empty: Store, told: Store, load: Callable[..., Any], tmp_path: Path
+    empty: Store, story_store: Store, load: Callable[..., Any], tmp_path: Path
 ) -> None:
     """A dataset without a row could not be loaded, so none is made; a cut gives what was known then."""
-    for store, options, cut in ((empty, {}, "0 trajectories at empty"), (told, {"split": "eval"}, "1 traj")):
+    for store, options, cut in (
+        (empty, {}, "0 trajectories at empty"),
+        (story_store, {"split": "eval"}, "1 traj"),
+    ):
         with pytest.raises(
             InterchangeError, match=rf"none of the {cut}.* has a completed turn, .*use parquet$"
         ):
             load(store, **options)
     assert not list(tmp_path.glob("*dataset-*"))
-    early = load(told, as_of="serve=5")["train"]
+    early = load(story_store, as_of="serve=5")["train"]
     assert [(r["status"], r["reward"], r["input_ids"]) for r in early] == [("open", None, [1, 2, 3, 10, 11])]
 
 
@@ -123,8 +125,8 @@ def test_a_split_is_cut_into_files(
     woods: Store, load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that has grown large is closed; names count from 0 of as many as there are."""
-    monkeypatch.setattr(hub, "SHARD_BYTES", 10)
-    monkeypatch.setattr(tables, "GROUP_ROWS", 1)
+    monkeypatch.setattr(export, "SHARD_BYTES", 10)
+    monkeypatch.setattr(export, "GROUP_ROWS", 1)
     read = load(woods)
     names = sorted(p.name for p in (tmp_path / "dataset-1" / "data").iterdir())
     assert names == [

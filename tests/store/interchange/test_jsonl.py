@@ -14,23 +14,17 @@ from tests.fakes.stories.records import turn_completed, turn_requested
 
 from rollbook.store import Event, Store
 from rollbook.store.errors import CutError, InterchangeError
-from rollbook.store.events import (
-    RewardAssigned,
-    TrajectoryFinished,
-    TrajectoryOpened,
-    token_ids,
-)
+from rollbook.store.events import RewardAssigned, TrajectoryFinished, TrajectoryOpened, token_ids
 from rollbook.store.fold.trajectory import prompt_sha256
-from rollbook.store.interchange.export import export_store
-from rollbook.store.interchange.hub import as_row
+from rollbook.store.interchange.export import as_row, export_store
 from rollbook.store.interchange.paths import paths
 from rollbook.store.interchange.selection import TrajectorySet, trajectories
 from rollbook.train.select.samples import samples_of
 
 
-def test_a_line_has_exactly_this(told: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
+def test_a_line_has_exactly_this(story_store: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
     """Messages as sent and the final reply; head; turns; tokens. A superseded reward does not count."""
-    [line] = chats(told)
+    [line] = chats(story_store)
     assert line == {
         "messages": [
             {"role": "system", "content": "be brief"},
@@ -135,17 +129,17 @@ def test_an_empty_store_gives_an_empty_file(empty: Store, chats: Callable[..., l
     assert chats(empty) == []
 
 
-def test_a_cut_is_what_was_known_then(told: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
+def test_a_cut_is_what_was_known_then(story_store: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
     """Events after the cut do not count: turns, rewards, the outcome. A step names its own cut."""
-    [line] = chats(told, as_of="serve=5")
+    [line] = chats(story_store, as_of="serve=5")
     assert [m["content"] for m in line["messages"]] == ["be brief", "2+2?", "4"]
     assert (line["status"], line["reward"], line["turns"][0]["reward"]) == ("open", None, None)
-    assert chats(told, as_of="serve=12")[0]["reward"] == 0.5
-    assert chats(told, as_of="serve=13")[0]["reward"] == 1.0
-    assert chats(told, as_of="step:0", run="demo")[0]["status"] == "open"
-    assert chats(told, as_of="empty") == []
+    assert chats(story_store, as_of="serve=12")[0]["reward"] == 0.5
+    assert chats(story_store, as_of="serve=13")[0]["reward"] == 1.0
+    assert chats(story_store, as_of="step:0", run="demo")[0]["status"] == "open"
+    assert chats(story_store, as_of="empty") == []
     with pytest.raises(CutError, match="99 events of lane 'serve'"):
-        chats(told, as_of="serve=99")
+        chats(story_store, as_of="serve=99")
 
 
 def test_runs_and_splits_are_chosen(woods: Store, chats: Callable[..., list[dict[str, Any]]]) -> None:
@@ -221,10 +215,10 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(woods: Store, tmp_path:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "store"]
 
 
-def test_folders_on_the_way_are_made(told: Store, tmp_path: Path) -> None:
+def test_folders_on_the_way_are_made(story_store: Store, tmp_path: Path) -> None:
     """The answer says what was written where."""
     out = tmp_path / "a" / "b" / "chats.jsonl"
-    done = export_store(told.path, out, "jsonl")
+    done = export_store(story_store.path, out, "jsonl")
     cut = "serve=18,train=8"
     rows = {"trajectories": 2, "paths": 1}
     assert done == {"to": str(out), "format": "jsonl", "cut": cut, "rows": rows}

@@ -14,9 +14,8 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.events import RunOpened, TurnFailed
-from rollbook.store.interchange import tables as rows
-from rollbook.store.interchange.export import export_store
-from rollbook.store.interchange.tables import TURNS
+from rollbook.store.interchange import export as rows
+from rollbook.store.interchange.export import TURNS, export_store
 
 NAMES = ["events", "rewards", "trajectories", "turns"]
 
@@ -40,10 +39,10 @@ def tables(tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
 
 
 def test_a_turn_has_all_of_its_prompt(
-    told: Store, tables: Callable[..., dict[str, list[dict[str, Any]]]]
+    story_store: Store, tables: Callable[..., dict[str, list[dict[str, Any]]]]
 ) -> None:
     """Whole prompt and delta, spans, messages and reply; what did not complete has nothing of an answer."""
-    first, second, failed, running = tables(told)["turns"]
+    first, second, failed, running = tables(story_store)["turns"]
     assert first["prompt_ids"] == first["prompt_delta"] == [1, 2, 3]
     assert (second["prompt_ids"], second["prompt_delta"]) == ([1, 2, 3, 10, 11, 4, 5], [4, 5])
     assert second["completion_ids"] == [12, 13, 14]
@@ -83,6 +82,7 @@ def test_types_and_bits(
     assert (read.dtype, read.tobytes()) == (np.float32, stored.logprobs.tobytes())
 
 
+@pytest.mark.more_but("rewards")
 @pytest.mark.parametrize("view", ["trajectories", "rewards", "events"])
 def test_the_other_files_are_the_views(
     woods: Store, tables: Callable[..., dict[str, list[dict[str, Any]]]], view: str
@@ -136,12 +136,14 @@ def test_events_of_no_known_trajectory(
     assert [e["trajectory_id"] for e in tables(store)["events"]] == [None, "nobody"]
 
 
-def test_rows_are_written_in_groups(told: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_written_in_groups(
+    story_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No more than a group of rows waits in memory, by number and by weight."""
     for name, value, groups in (("GROUP_ROWS", 3, 2), ("GROUP_WEIGHT", 1, 4)):
         with monkeypatch.context() as patch:
             patch.setattr(rows, name, value)
-            export_store(told.path, tmp_path / name, "parquet")
+            export_store(story_store.path, tmp_path / name, "parquet")
         file = pq.ParquetFile(tmp_path / name / "turns.parquet")
         assert (file.num_row_groups, file.metadata.num_rows) == (groups, 4)
     assert rows.weight({"a": [1, 2], "b": np.zeros(5), "c": "four", "d": None}) == 12

@@ -78,13 +78,13 @@ def test_any_text_is_a_cut_or_a_cut_error(text: str) -> None:
     assert all(isinstance(count, int) and count >= 0 for count in cut.values())
 
 
-def test_cuts_of_a_store(told: Store) -> None:
+def test_cuts_of_a_store(story_store: Store) -> None:
     """head, empty, lanes, and steps (a later attempt replaces an earlier one) all name cuts."""
-    assert told.cut() == told.cut("head") == {"serve": 18, "train": 8}
-    assert told.cut("empty") == {}
-    assert told.cut("serve=3") == {"serve": 3}
-    assert told.cut("step:0") == {"serve": 14, "train": 2}
-    assert told.cut("step:1", run="demo") == {"serve": 18, "train": 7}
+    assert story_store.cut() == story_store.cut("head") == {"serve": 18, "train": 8}
+    assert story_store.cut("empty") == {}
+    assert story_store.cut("serve=3") == {"serve": 3}
+    assert story_store.cut("step:0") == {"serve": 14, "train": 2}
+    assert story_store.cut("step:1", run="demo") == {"serve": 18, "train": 7}
 
 
 @pytest.mark.parametrize(
@@ -97,53 +97,53 @@ def test_cuts_of_a_store(told: Store) -> None:
         ("step:", "no run planned it"),
     ],
 )
-def test_cuts_beyond_the_store_are_refused(told: Store, text: str, message: str) -> None:
+def test_cuts_beyond_the_store_are_refused(story_store: Store, text: str, message: str) -> None:
     """A cut beyond the head, of an unknown lane or of an unknown step says what there is."""
     with pytest.raises(CutError, match=message):
-        told.cut(text)
+        story_store.cut(text)
 
 
-def test_events_beyond_the_store_are_refused(told: Store) -> None:
+def test_events_beyond_the_store_are_refused(story_store: Store) -> None:
     """Reading at a cut the store does not hold raises CutError for known and unknown lanes."""
     for cut in ({"serve": 19}, {"moon": 1}):
         with pytest.raises(CutError, match="cut holds"):
-            list(told.events(cut))
+            list(story_store.events(cut))
 
 
-def test_a_step_of_two_runs_needs_the_run(told: Store, story: Any) -> None:
+def test_a_step_of_two_runs_needs_the_run(story_store: Store, story: Any) -> None:
     """When two runs planned a step of that number, the run has to be named."""
     planned = next(e.record for e in story["train"] if isinstance(e.record, StepPlanned))
-    with told.writer("other") as writer:
+    with story_store.writer("other") as writer:
         writer.append([Event(planned, "second")]).result(30)
     with pytest.raises(CutError, match=r"demo \(actor\), second \(actor\); name the run"):
-        told.cut("step:0")
-    assert told.cut("step:0", run="second") == {"serve": 13}
-    assert told.cut("step:0", run="demo") == {"serve": 14, "train": 2}
+        story_store.cut("step:0")
+    assert story_store.cut("step:0", run="second") == {"serve": 13}
+    assert story_store.cut("step:0", run="demo") == {"serve": 14, "train": 2}
 
 
 @pytest.mark.parametrize("count", range(9))
-def test_a_cut_inside_a_frame(told: Store, story: Any, plain: Any, count: int) -> None:
+def test_a_cut_inside_a_frame(story_store: Store, story: Any, plain: Any, count: int) -> None:
     """A cut may end anywhere, also inside a frame: exactly that many events are read."""
-    got = list(told.events({"train": count}))
+    got = list(story_store.events({"train": count}))
     assert [plain(e, place=False) for e in got] == [plain(e, place=False) for e in story["train"][:count]]
 
 
-def test_a_reader_goes_on_inside_a_frame(told: Store) -> None:
+def test_a_reader_goes_on_inside_a_frame(story_store: Store) -> None:
     """A reader that stopped at a limit, also inside a frame, hands out the rest, each event once."""
-    reader = LaneReader(told.path, "train")
+    reader = LaneReader(story_store.path, "train")
     seqs = []
     for limit in (3, 3, 5, 8, None):
         seqs.append([e.seq for batch in reader.poll(limit) for e in decode(batch, "train")])
     assert seqs == [[0, 1, 2], [], [3, 4], [5, 6, 7], []]
 
 
-def test_table_equals_events(told: Store, plain: Any) -> None:
+def test_table_equals_events(story_store: Store, plain: Any) -> None:
     """The Arrow table holds the same events in the same order, with the lane first."""
     for cut in (None, {"serve": 5, "train": 3}, {}):
-        table = told.table(cut)
+        table = story_store.table(cut)
         batches = [(row.column("lane")[0].as_py(), row) for row in table.to_batches() if row.num_rows]
         back = [plain(e) for lane, b in batches for e in decode(b.select(b.schema.names[1:]), lane)]
-        assert back == [plain(e) for e in told.events(cut)]
+        assert back == [plain(e) for e in story_store.events(cut)]
         assert table.schema.names[:2] == ["lane", "seq"]
 
 
@@ -211,40 +211,40 @@ def test_tail_hands_out_each_event_once(store: Store, notes: Any) -> None:
     assert by_lane == [(e.lane, e.seq, e.record.error) for e in store.events()]  # type: ignore[union-attr]
 
 
-def test_tail_starts_at_a_cut(told: Store) -> None:
+def test_tail_starts_at_a_cut(story_store: Store) -> None:
     """Events before the start are skipped; lanes the start does not name come from their first event."""
-    tail = told.tail({"serve": 16})
+    tail = story_store.tail({"serve": 16})
     assert [(e.lane, e.seq) for e in tail.poll()] == [
         *[("serve", 16), ("serve", 17)],
         *[("train", i) for i in range(8)],
     ]
 
 
-def test_a_tail_that_was_stopped_goes_on(told: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tail_that_was_stopped_goes_on(story_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """An event this release cannot read raises FormatError; nothing is lost by it, if it is read later."""
     from rollbook.store.events import codec
 
-    tail = told.tail()
+    tail = story_store.tail()
     with monkeypatch.context() as patch:
         patch.setattr(codec, "RECORDS", {})
         with pytest.raises(FormatError):
             tail.poll()
         assert tail.cut() == {}
-    assert [(e.lane, e.seq) for e in tail.poll()] == [(e.lane, e.seq) for e in told.events()]
+    assert [(e.lane, e.seq) for e in tail.poll()] == [(e.lane, e.seq) for e in story_store.events()]
 
 
-def test_files_of_other_columns_are_refused(told: Store) -> None:
+def test_files_of_other_columns_are_refused(story_store: Store) -> None:
     """A segment whose schema is not this release's is a FormatError."""
     from rollbook.store.wal.files import Watermark
     from rollbook.store.wal.frame import EMPTY_CHAIN, HEADER_FRAME, encode_frame
 
     payload = pa.schema([pa.field("other", pa.int64())]).serialize()
     data = b"".join(bytes(b) for b in encode_frame(HEADER_FRAME, payload, 0, 0, EMPTY_CHAIN)[0])
-    folder: Path = told.path / "lanes" / "serve"
+    folder: Path = story_store.path / "lanes" / "serve"
     (folder / "00000001.wal").write_bytes(data)
     (folder / "WATERMARK").write_bytes(Watermark(1, len(data), 1).pack())
     with pytest.raises(FormatError, match="other columns"):
-        list(told.events({"serve": 1}))
+        list(story_store.events({"serve": 1}))
 
 
 def test_a_missing_segment_is_damage_to_a_reader(store: Store, notes: Any) -> None:

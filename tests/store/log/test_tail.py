@@ -114,13 +114,13 @@ def test_nothing_before_the_start_is_read(store: Store, notes: Callable[..., lis
     assert _places(store.tail({"a": 5}).poll()) == [("a", i) for i in range(5, 9)]
 
 
-def test_a_start_beyond_the_store_is_refused(told: Store) -> None:
+def test_a_start_beyond_the_store_is_refused(story_store: Store) -> None:
     """A cut that the store does not hold is a CutError that names both counts."""
     with pytest.raises(CutError, match=r"holds 19 events of lane 'serve', but the store has 18"):
-        told.tail({"serve": 19})
+        story_store.tail({"serve": 19})
     with pytest.raises(CutError, match=r"lane 'moon'.*the store has 0"):
-        told.tail({"moon": 1})
-    assert told.tail(told.head()).poll() == []
+        story_store.tail({"moon": 1})
+    assert story_store.tail(story_store.head()).poll() == []
 
 
 def test_polls_of_any_size_and_restarts_skip_nothing(store: Store, notes: Callable[..., list[Event]]) -> None:
@@ -142,17 +142,17 @@ def test_polls_of_any_size_and_restarts_skip_nothing(store: Store, notes: Callab
     assert tail.cut() == store.head()
 
 
-def test_filters_pass_over_and_move_on(told: Store) -> None:
+def test_filters_pass_over_and_move_on(story_store: Store) -> None:
     """Kinds, kinds left out, runs and lanes are filtered; the cut moves over what was not wanted."""
-    all_ = list(told.events())
+    all_ = list(story_store.events())
     kinds = frozenset({"turn.failed", "step.planned"})
-    tail = told.tail({}, Filter(kinds))
+    tail = story_store.tail({}, Filter(kinds))
     assert _places(tail.poll()) == _places(e for e in all_ if e.kind in kinds)
-    assert tail.cut() == told.head()
-    rest = told.tail({}, Filter(without=kinds)).poll()
+    assert tail.cut() == story_store.head()
+    rest = story_store.tail({}, Filter(without=kinds)).poll()
     assert _places(rest) == _places(e for e in all_ if e.kind not in kinds)
-    assert told.tail({}, Filter(run="other")).poll() == []
-    tail = told.tail({}, Filter(skip_lanes=frozenset({"serve"})))
+    assert story_store.tail({}, Filter(run="other")).poll() == []
+    tail = story_store.tail({}, Filter(skip_lanes=frozenset({"serve"})))
     assert {e.lane for e in tail.poll()} == {"train"}
     assert tail.cut() == {"train": 8}
 
@@ -176,17 +176,17 @@ def test_waiting_ends_with_an_event_of_any_lane(store: Store, notes: Callable[..
     assert not tail.wait(0)
 
 
-def test_waiting_costs_little(told: Store) -> None:
+def test_waiting_costs_little(story_store: Store) -> None:
     """A second of waiting takes less than half a second of CPU."""
-    tail = told.tail(told.head())
+    tail = story_store.tail(story_store.head())
     before = time.process_time()
     assert not tail.wait(1.0)
     assert time.process_time() - before < 0.5
 
 
-def test_a_round_that_was_not_finished_is_something_to_poll(told: Store) -> None:
+def test_a_round_that_was_not_finished_is_something_to_poll(story_store: Store) -> None:
     """After a poll with a limit, `wait` does not wait, and the cut is inside the round."""
-    tail = told.tail()
+    tail = story_store.tail()
     tail.poll(1)
     assert not tail.at_head
     assert tail.wait(0)

@@ -21,6 +21,7 @@ from rollbook.store.errors import CutError, NotAStoreError
 from rollbook.store.events import PreferenceAdded, RewardAssigned, StepPlanned, TrajectoryOpened
 from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.fold.trajectory import fold
+from rollbook.store.spill import private_database
 from rollbook.store.sql.views import VIEWS
 
 EPOCH = datetime(2023, 11, 14, 22, 13, 20)
@@ -53,51 +54,53 @@ def test_the_views_are_the_documented_ones() -> None:
         "select table_name from information_schema.tables where table_schema = 'main'",
     ],
 )
-def test_only_the_views_are_listed(told: Store, listing: str) -> None:
+def test_only_the_views_are_listed(story_store: Store, listing: str) -> None:
     """What the views read stands in a schema of its own, the live tail too; nothing is temporary."""
-    connection = rb.connect(told.path)
-    assert sorted(_rows(told, listing)) == sorted((view.name,) for view in VIEWS)
+    connection = rb.connect(story_store.path)
+    assert sorted(_rows(story_store, listing)) == sorted((view.name,) for view in VIEWS)
     schemas = connection.execute("select distinct table_schema from information_schema.tables order by 1")
     assert schemas.fetchall() == [("internal",), ("main",)]
 
 
-def test_a_cursor_sees_what_is_not_sealed(told: Store) -> None:
+def test_a_cursor_sees_what_is_not_sealed(story_store: Store) -> None:
     """The views are those of the connection, for another thread too."""
-    with rb.connect(told.path) as connection:
+    with rb.connect(story_store.path) as connection:
         assert connection.cursor().execute("select count(*) from events").fetchall() == [(26,)]
 
 
-def test_events_has_the_logs_columns(told: Store) -> None:
+def test_events_has_the_logs_columns(story_store: Store) -> None:
     """`events` has the log's columns with the lane first, one row per event."""
-    connection = rb.connect(told.path)
+    connection = rb.connect(story_store.path)
     assert [c[0] for c in connection.execute("select * from events").description] == [
         "lane",
         *LOG_SCHEMA.names,
     ]
-    assert _rows(told, "select lane, count(*), min(seq), max(seq) from events group by 1 order by 1") == [
+    assert _rows(
+        story_store, "select lane, count(*), min(seq), max(seq) from events group by 1 order by 1"
+    ) == [
         ("serve", 18, 0, 17),
         ("train", 8, 0, 7),
     ]
-    assert _rows(told, "select time, kind, run from events where event_id = 'e-serve-02'") == [
+    assert _rows(story_store, "select time, kind, run from events where event_id = 'e-serve-02'") == [
         (_at(2), "turn.requested", "demo")
     ]
 
 
-def test_runs_has_the_command_and_its_configuration(told: Store) -> None:
+def test_runs_has_the_command_and_its_configuration(story_store: Store) -> None:
     """`runs` has the command and its configuration."""
-    assert _rows(told, "select * from runs") == [
+    assert _rows(story_store, "select * from runs") == [
         ("demo", _at(0), "serve", "serve", "toy", '{"port":1}', '{"python":"3"}')
     ]
 
 
-def test_turns_joins_the_events_of_a_turn(told: Store) -> None:
+def test_turns_joins_the_events_of_a_turn(story_store: Store) -> None:
     """`turns` joins the request, answer, delivery, failure and reward of each turn."""
     columns = (
         "trajectory, turn_id, parent_turn_id, root_reason, status, delivered, policy, policy_version, "
         "prompt_delta, prompt_length, completion_ids, logprobs, completion_length, finish_reason, content, "
         "requested_model, reward, requested, completed, latency_ms, lane, seq"
     )
-    assert _rows(told, f"select {columns} from turns order by seq") == [
+    assert _rows(story_store, f"select {columns} from turns order by seq") == [
         (
             *("alpha", "u1", None, "first", "completed", "sent", "actor", 0, [1, 2, 3], 3, [10, 11]),
             *([-0.5, -0.25], 2, "stop", "4", "gpt-x", 0.25, _at(2), _at(3), 1000.0, "serve", 2),
@@ -116,7 +119,7 @@ def test_turns_joins_the_events_of_a_turn(told: Store) -> None:
         ),
     ]
     assert _rows(
-        told, "select new_messages->>'$[1].content', version_spans from turns where turn_id = 'u2'"
+        story_store, "select new_messages->>'$[1].content', version_spans from turns where turn_id = 'u2'"
     ) == [
         (
             "sure? é✓",
@@ -128,19 +131,21 @@ def test_turns_joins_the_events_of_a_turn(told: Store) -> None:
     ]
 
 
-def test_trajectories_has_outcome_reward_and_versions(told: Store) -> None:
+def test_trajectories_has_outcome_reward_and_versions(story_store: Store) -> None:
     """`trajectories` has the outcome, the reward in force, and the versions of all sampled tokens."""
     columns = 'trajectory, "group", task, split, labels, status, success, reward, turns, '
     columns += "min_version, max_version, finished, lane"
-    assert _rows(told, f"select {columns} from trajectories order by opened") == [
+    assert _rows(story_store, f"select {columns} from trajectories order by opened") == [
         ("alpha", "g", "task-7", "train", '{"k":"v"}', "completed", True, 1.0, 2, 0, 1, _at(14), "serve"),
         ("beta", None, None, "eval", "{}", "open", None, None, 0, None, None, None, "serve"),
     ]
 
 
-def test_tokens_have_the_version_of_their_span(told: Store) -> None:
+def test_tokens_have_the_version_of_their_span(story_store: Store) -> None:
     """`tokens` gives each sampled token its own policy version, not the turn's last one."""
-    assert _rows(told, "select turn_id, position, token_id, logprob, policy, policy_version from tokens") == [
+    assert _rows(
+        story_store, "select turn_id, position, token_id, logprob, policy, policy_version from tokens"
+    ) == [
         ("u1", 0, 10, -0.5, "actor", 0),
         ("u1", 1, 11, -0.25, "actor", 0),
         ("u2", 0, 12, -1.0, "actor", 0),
@@ -166,10 +171,10 @@ def test_tokens_of_a_teacher(store: Store, story: Any) -> None:
     ]
 
 
-def test_rewards_marks_the_superseded(told: Store) -> None:
+def test_rewards_marks_the_superseded(story_store: Store) -> None:
     """`rewards` keeps every reward, and marks the superseded one."""
     columns = "trajectory, turn_id, reward, source, event_id, superseded, lane, seq"
-    assert _rows(told, f"select {columns} from rewards order by seq") == [
+    assert _rows(story_store, f"select {columns} from rewards order by seq") == [
         ("alpha", "u1", 0.25, "agent", "e-serve-10", False, "serve", 10),
         ("alpha", None, 0.5, "agent", "e-serve-11", True, "serve", 11),
         ("alpha", None, 1.0, "agent", "e-serve-12", False, "serve", 12),
@@ -177,14 +182,14 @@ def test_rewards_marks_the_superseded(told: Store) -> None:
     ]
 
 
-def test_preferences(told: Store, upkeep: list[Event]) -> None:
+def test_preferences(story_store: Store, upkeep: list[Event]) -> None:
     """Both trajectories by id and by name; of one that is not in the log there is no name."""
-    with told.writer("upkeep") as writer:
+    with story_store.writer("upkeep") as writer:
         writer.append([*upkeep, Event(PreferenceAdded("t9", "t1"), "demo", "e-last")]).result(30)
     columns = (
         "trajectory_id, trajectory, rejected_trajectory_id, rejected, margin, source, event_id, lane, key"
     )
-    assert _rows(told, f"select {columns} from preferences order by event_id") == [
+    assert _rows(story_store, f"select {columns} from preferences order by event_id") == [
         ("t9", None, "t1", "alpha", None, "label", "e-last", "upkeep", None),
         ("t1", "alpha", "t2", "beta", 0.5, "judge", "e-upkeep-13", "upkeep", "nightly-judge"),
     ]
@@ -200,20 +205,20 @@ def test_the_reward_in_force_is_the_last_of_the_log(store: Store) -> None:
     assert _rows(store, "select reward from trajectories") == [(2.0,)]
 
 
-def test_policies_joins_publication_and_activation(told: Store) -> None:
+def test_policies_joins_publication_and_activation(story_store: Store) -> None:
     """`policies` joins publication and first activation of a version."""
-    assert _rows(told, "select * from policies") == [
+    assert _rows(story_store, "select * from policies") == [
         ("demo", "actor", 1, 0, "w1", "checkpoints/1", _at(0), _at(17), None),
     ]
 
 
-def test_steps_has_each_attempt(told: Store) -> None:
+def test_steps_has_each_attempt(story_store: Store) -> None:
     """`steps` has each attempt with its fate, manifest and results."""
     columns = (
         "step, attempt, status, policy, policy_version, output_version, algorithm, cut, learning_rate, "
         "samples, loss, metrics, digests, planned, committed"
     )
-    assert _rows(told, f"select {columns} from steps order by planned") == [
+    assert _rows(story_store, f"select {columns} from steps order by planned") == [
         (0, 0, "failed", "actor", 0, None, "grpo", "serve=13", 0.001, 1, *[None] * 3, _at(3), None),
         (
             *(0, 1, "committed", "actor", 0, 1, "grpo", "serve=14,train=2", 0.001, 2, 0.125),
@@ -221,13 +226,13 @@ def test_steps_has_each_attempt(told: Store) -> None:
         ),
         (1, 0, "planned", "actor", 1, None, "grpo", "serve=18,train=7", 0.001, 0, *[None] * 3, _at(7), None),
     ]
-    assert _rows(told, "select manifest->>'$.seed' from steps where step = 1") == [("7",)]
+    assert _rows(story_store, "select manifest->>'$.seed' from steps where step = 1") == [("7",)]
 
 
-def test_samples_lists_what_attempts_consumed(told: Store) -> None:
+def test_samples_lists_what_attempts_consumed(story_store: Store) -> None:
     """`samples` lists what each attempt consumed, in the manifest's order."""
     columns = "step, attempt, status, position, trajectory_id, turn_id"
-    assert _rows(told, f"select {columns} from samples order by step, attempt, position") == [
+    assert _rows(story_store, f"select {columns} from samples order by step, attempt, position") == [
         (0, 0, "failed", 0, "t1", "u1"),
         (0, 1, "committed", 0, "t1", "u2"),
         (0, 1, "committed", 1, "t1", "u1"),
@@ -245,9 +250,11 @@ def test_samples_whose_references_say_more(store: Store, story: dict[str, list[E
     assert _rows(store, "select position, trajectory_id, turn_id from samples") == [(0, "t1", "u1")]
 
 
-def test_drops_has_rule_recipe_and_reason(told: Store) -> None:
+def test_drops_has_rule_recipe_and_reason(story_store: Store) -> None:
     """`drops` has the rule, the recipe and the reason."""
-    assert _rows(told, "select trajectory_id, turn_id, rule, recipe, step, detail, time from drops") == [
+    assert _rows(
+        story_store, "select trajectory_id, turn_id, rule, recipe, step, detail, time from drops"
+    ) == [
         ("t2", "u4", "split", "rd", 0, '{"split":"eval"}', _at(2)),
     ]
 
@@ -260,16 +267,16 @@ def test_every_view_reads_an_empty_store(store: Store) -> None:
     )
 
 
-def test_views_at_an_earlier_cut(told: Store) -> None:
+def test_views_at_an_earlier_cut(story_store: Store) -> None:
     """At an earlier cut the views say what was known then."""
     before = {"as_of": "serve=12"}
-    assert _rows(told, "select reward, status from trajectories", **before) == [(0.5, "open")]
-    assert _rows(told, "select count(*) from steps", **before) == [(0,)]
-    assert _rows(told, "select reward from trajectories where trajectory = 'alpha'", as_of="step:0") == [
-        (1.0,)
-    ]
+    assert _rows(story_store, "select reward, status from trajectories", **before) == [(0.5, "open")]
+    assert _rows(story_store, "select count(*) from steps", **before) == [(0,)]
+    assert _rows(
+        story_store, "select reward from trajectories where trajectory = 'alpha'", as_of="step:0"
+    ) == [(1.0,)]
     with pytest.raises(CutError, match="holds 99 events"):
-        rb.connect(told.path, as_of="serve=99")
+        rb.connect(story_store.path, as_of="serve=99")
 
 
 def test_a_connection_keeps_its_cut(store: Store, notes: Callable[..., list[Event]]) -> None:
@@ -304,10 +311,10 @@ def rollbook(
     return run
 
 
-def test_sql_as_json(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
+def test_sql_as_json(story_store: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """`--format json` prints a list of objects with lists, times and nulls as JSON."""
     query = "select turn_id, completion_ids, requested, reward from turns order by seq limit 2"
-    status, out, err = rollbook("sql", query, "--store", told.path, "--format", "json")
+    status, out, err = rollbook("sql", query, "--store", story_store.path, "--format", "json")
     assert (status, err) == (0, "")
     assert orjson.loads(out) == [
         {"turn_id": "u1", "completion_ids": [10, 11], "requested": "2023-11-14T22:13:22", "reward": 0.25},
@@ -315,10 +322,10 @@ def test_sql_as_json(told: Store, rollbook: Callable[..., tuple[int, str, str]])
     ]
 
 
-def test_sql_as_csv(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
+def test_sql_as_csv(story_store: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """`--format csv` prints a header and rows that a CSV reader gives back."""
     query = "select turn_id, completion_ids, reward from turns order by seq limit 2"
-    status, out, _ = rollbook("sql", query, "--store", told.path, "--format", "csv")
+    status, out, _ = rollbook("sql", query, "--store", story_store.path, "--format", "csv")
     assert status == 0
     assert list(csv.reader(io.StringIO(out))) == [
         ["turn_id", "completion_ids", "reward"],
@@ -327,10 +334,12 @@ def test_sql_as_csv(told: Store, rollbook: Callable[..., tuple[int, str, str]]) 
     ]
 
 
-def test_sql_rows_wider_than_the_terminal(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
+def test_sql_rows_wider_than_the_terminal(
+    story_store: Store, rollbook: Callable[..., tuple[int, str, str]]
+) -> None:
     """Rows that do not fit are printed a line per value, whole, instead of squeezed into columns."""
     query = "select turn_id, * exclude (turn_id) from turns order by seq limit 2"
-    status, out, _ = rollbook("sql", query, "--store", told.path)
+    status, out, _ = rollbook("sql", query, "--store", story_store.path)
     lines = out.splitlines()
     assert status == 0
     assert lines[0] == "-- row 1 --"
@@ -340,12 +349,12 @@ def test_sql_rows_wider_than_the_terminal(told: Store, rollbook: Callable[..., t
     assert ["completion_ids", "[12,13,14]"] in [line.split() for line in lines[second:]]
 
 
-def test_sql_as_table(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
+def test_sql_as_table(story_store: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """The default is a table, numbers to the right, long cells shortened, the count on stderr."""
     query = (
         "select turn_id, completion_length as n, repeat('x', 80) as long from turns where n > 0 order by seq"
     )
-    status, out, err = rollbook("sql", query, "--store", told.path)
+    status, out, err = rollbook("sql", query, "--store", story_store.path)
     header, *rows = [line.split() for line in out.splitlines()]
     assert (status, header) == (0, ["turn_id", "n", "long"])
     assert rows == [["u1", "2", "x" * 59 + "…"], ["u2", "3", "x" * 59 + "…"]]
@@ -354,24 +363,24 @@ def test_sql_as_table(told: Store, rollbook: Callable[..., tuple[int, str, str]]
 
 @pytest.mark.parametrize("text", ["[/]", "a[bold]b", "\\[/x]", "[red]"])
 def test_sql_prints_brackets_as_they_are(
-    told: Store, rollbook: Callable[..., tuple[int, str, str]], text: str
+    story_store: Store, rollbook: Callable[..., tuple[int, str, str]], text: str
 ) -> None:
     """What agents wrote is printed, never read as the table's markup."""
-    status, out, _ = rollbook("sql", f"select '{text}' as said", "--store", told.path)
+    status, out, _ = rollbook("sql", f"select '{text}' as said", "--store", story_store.path)
     assert (status, out.split()) == (0, ["said", text])
 
 
-def test_sql_as_of(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
+def test_sql_as_of(story_store: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """`--as-of` and `--run` choose the cut."""
     query = "select count(*) as n from events"
     for cut, count in (("serve=3,train=1", 4), ("step:0", 16), ("empty", 0)):
-        options = ("--store", told.path, "--format", "csv", "--as-of", cut, "--run", "demo")
+        options = ("--store", story_store.path, "--format", "csv", "--as-of", cut, "--run", "demo")
         assert rollbook("sql", query, *options)[:2] == (0, f"n\n{count}\n")
 
 
-def test_bad_sql_is_exit_code_2(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
+def test_bad_sql_is_exit_code_2(story_store: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
     """DuckDB's message is one error on stderr; nothing is printed as a result."""
-    status, out, err = rollbook("sql", "select nope from turns", "--store", told.path)
+    status, out, err = rollbook("sql", "select nope from turns", "--store", story_store.path)
     assert (status, out) == (2, "")
     assert err.startswith("error: ")
     assert '"nope"' in err
@@ -379,7 +388,7 @@ def test_bad_sql_is_exit_code_2(told: Store, rollbook: Callable[..., tuple[int, 
 
 
 def test_bad_input_is_exit_code_2(
-    told: Store, rollbook: Callable[..., tuple[int, str, str]], tmp_path: Path
+    story_store: Store, rollbook: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     """No store, a bad cut and an unknown format each end with code 2 and a message that names them."""
     assert rollbook("sql", "select 1", "--store", tmp_path / "none") == (
@@ -387,34 +396,49 @@ def test_bad_input_is_exit_code_2(
         "",
         f"error: {tmp_path / 'none'} is not a Rollbook store (it holds no STORE.json)\n",
     )
-    status, _, err = rollbook("sql", "select 1", "--store", told.path, "--as-of", "serve=99")
+    status, _, err = rollbook("sql", "select 1", "--store", story_store.path, "--as-of", "serve=99")
     assert (status, err) == (
         2,
         "error: cut 'serve=99' holds 99 events of lane 'serve', but the store has 18\n",
     )
-    assert rollbook("sql", "select 1", "--store", told.path, "--format", "xml")[0] == 2
+    assert rollbook("sql", "select 1", "--store", story_store.path, "--format", "xml")[0] == 2
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("query", ["", "  ;"])
-def test_an_empty_query(told: Store, rollbook: Callable[..., tuple[int, str, str]], query: str) -> None:
+def test_an_empty_query(
+    story_store: Store, rollbook: Callable[..., tuple[int, str, str]], query: str
+) -> None:
     """Nothing to run is an error that says so."""
-    status, _, err = rollbook("sql", query, "--store", told.path)
+    status, _, err = rollbook("sql", query, "--store", story_store.path)
     assert (status, "the query is empty" in err) == (2, True)
 
 
-def test_python_variables_are_no_tables(told: Store, rollbook: Callable[..., tuple[int, str, str]]) -> None:
+def test_python_variables_are_no_tables(
+    story_store: Store, rollbook: Callable[..., tuple[int, str, str]]
+) -> None:
     """A table that is not there is DuckDB's own error, whatever Python variables have that name."""
-    status, _, err = rollbook("sql", "select * from store", "--store", told.path)
+    status, _, err = rollbook("sql", "select * from store", "--store", story_store.path)
     assert status == 2
     assert "does not exist" in err
 
 
 def test_a_lane_without_its_watermark_is_refused(
-    told: Store, rollbook: Callable[..., tuple[int, str, str]]
+    story_store: Store, rollbook: Callable[..., tuple[int, str, str]]
 ) -> None:
     """A lost watermark is damage: the lane's events are not passed over."""
-    lane = told.lanes()[0]
-    (told.path / "lanes" / lane / "WATERMARK").unlink()
-    status, _, err = rollbook("sql", "select count(*) from events", "--store", told.path)
+    lane = story_store.lanes()[0]
+    (story_store.path / "lanes" / lane / "WATERMARK").unlink()
+    status, _, err = rollbook("sql", "select count(*) from events", "--store", story_store.path)
     assert (status, "the watermark is missing" in err) == (2, True)
+
+
+def test_no_progress_is_printed_among_the_rows(story_store: Store) -> None:
+    """DuckDB's own bar goes where the rows go; only a command at a terminal asks for it."""
+    asked = "SELECT current_setting('enable_progress_bar')"
+    with rb.connect(story_store.path) as connection, connection.cursor() as cursor:
+        assert connection.execute(asked).fetchall() == cursor.execute(asked).fetchall() == [(False,)]
+        connection.execute("SET enable_progress_bar = true")
+        assert connection.execute(asked).fetchall() == [(True,)]
+    with private_database() as database:
+        assert database.execute(asked).fetchall() == [(False,)]

@@ -26,7 +26,7 @@ from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.sealed.unit import current_units, unit_folder, unsealed_start
 from rollbook.store.settings import SealSettings
 from rollbook.store.upkeep.retain import RetainReport, retain
-from rollbook.store.upkeep.retention_spec import KeepAge, KeepBytes, KeepVersions, parse_keep
+from rollbook.store.upkeep.retention_policy import KeepAge, KeepBytes, KeepVersions, parse_keep
 from rollbook.store.upkeep.retire import RetireReport, parse_steps, retire_steps
 from rollbook.store.upkeep.sealer import Sealer
 from rollbook.store.upkeep.verify import verify_store

@@ -57,9 +57,9 @@ def test_a_lane_without_a_writer_is_sealed_to_its_end(tidy: Store, notes: Callab
     report = Sealer(tidy).run_once()
     (lane,) = report.lanes
     assert (lane.sealed, lane.merged, lane.removed, lane.wal_files, lane.damage) == (
-        ("00000001-00000001.1",),
-        (),
-        (),
+        ["00000001-00000001.1"],
+        [],
+        [],
         1,
         None,
     )
@@ -261,10 +261,10 @@ def test_a_watching_sealer_ends_cleanly(
 
 PARENT = """
 import subprocess, sys
-from rollbook.ingest.serve import leader_duties
-from rollbook.ingest.serve.leader_duties import sealer_beside
+from rollbook.ingest.serve import proxy
+from rollbook.ingest.serve.proxy import sealer_beside
 from pathlib import Path
-leader_duties.PAUSE_S = 0.1
+proxy.PAUSE_S = 0.1
 with sealer_beside(Path(sys.argv[1])) as child:
     print(child.process.pid, flush=True)
     sys.stdin.readline()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -69,10 +70,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
     return write
 
 
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
-
-
 def _config(**algorithm: Any) -> Any:
     return fabric.config(fabric.GRPO, steps=2, algorithm={"groups": 2, "group_size": 4} | algorithm)
 
@@ -86,11 +83,11 @@ def test_a_surrogate_of_ones_own(
     ours, plain = recorded("ours"), recorded("plain")
     fabric.train(ours, _config(name="policy_gradient", surrogate="own_surrogate:halved"))
     fabric.train(plain, _config(name="policy_gradient", surrogate="reinforce"))
-    norms = [_of(log, StepCommitted)[0].metrics["gradient_norm"] for log in (ours, plain)]
+    norms = [records_of(log, StepCommitted)[0].metrics["gradient_norm"] for log in (ours, plain)]
     assert norms[0] == pytest.approx(norms[1] / 2, rel=1e-5)
-    digests = [plan.environment["parts"] for plan in _of(ours, StepPlanned)]
+    digests = [plan.environment["parts"] for plan in records_of(ours, StepPlanned)]
     assert [list(names) for names in digests] == [["own_surrogate:halved"]] * 2
-    assert "parts" not in _of(plain, StepPlanned)[0].environment
+    assert "parts" not in records_of(plain, StepPlanned)[0].environment
     monkeypatch.setattr(parts, "_loaded", {})
     with pytest.raises(TrainError, match=r"code of its own, 'own_surrogate:halved'.*--trust-parts"):
         replay_step(ours, 1)
@@ -109,7 +106,7 @@ def test_an_algorithm_of_ones_own(
     log = recorded()
     settings = fabric.config(fabric.GRPO, steps=2, algorithm={"name": "own_algorithm:Mine", "scale": 0.5})
     fabric.train(log, settings)
-    plans = _of(log, StepPlanned)
+    plans = records_of(log, StepPlanned)
     assert [plan.algorithm for plan in plans] == [{"name": "own_algorithm:Mine", "scale": 0.5}] * 2
     assert [len(plan.samples) for plan in plans] == [4, 4]
     fabric.train(log, settings.model_copy(update={"steps": 3}))
@@ -120,7 +117,7 @@ def test_an_algorithm_of_ones_own(
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "said"),
+    ("algorithm", "reason"),
     [
         ({"name": "policy_gradient", "surrogate": "no_such_module:f"}, "'no_such_module:f' cannot be loaded"),
         ({"name": "policy_gradient", "surrogate": "own_surrogate:g"}, "'own_surrogate:g' cannot be loaded"),
@@ -128,10 +125,12 @@ def test_an_algorithm_of_ones_own(
         ({"name": "policy_gradient", "surrogate": "ppo clip"}, "algorithm.surrogate"),
     ],
 )
-def test_what_cannot_be_loaded_is_said(module: Callable[[str, str], Path], algorithm: Any, said: str) -> None:
+def test_what_cannot_be_loaded_is_said(
+    module: Callable[[str, str], Path], algorithm: Any, reason: str
+) -> None:
     """When the CONFIG is read, before anything is written."""
     module("own_surrogate", SURROGATE)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reason):
         _config(**algorithm) if algorithm["name"] == "policy_gradient" else fabric.config(
             fabric.GRPO, algorithm=algorithm
         )
@@ -205,7 +204,7 @@ def test_a_part_is_given_what_it_needs(recorded: Stores, module: Callable[[str, 
     settings = fabric.config(fabric.GRPO, steps=1, algorithm=keys)
     assert settings.algorithm.needs >= {"entropy", "reference", "old", "logprobs"}
     fabric.train(log, settings)
-    [plan], [step] = _of(log, StepPlanned), _of(log, StepCommitted)
+    [plan], [step] = records_of(log, StepPlanned), records_of(log, StepCommitted)
     assert "reference_weights" in plan.input_digests
     assert {"reference_logprobs", "proximal_logprobs"} <= set(step.digests)
     seen = parts.loaded_part("needy:bonus").__globals__["SEEN"][-len(plan.partition[0]) :]
@@ -227,7 +226,7 @@ def _samples(log: Store, plan: StepPlanned) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "reason"),
     [
         ({"surrogate": "needy:typo"}, "surrogate 'needy:typo' needs 'entropie', which nothing gives: choose"),
         ({"surrogate": "needy:text"}, "its `needs` are 'entropy'; write a set of names"),
@@ -240,10 +239,10 @@ def _samples(log: Store, plan: StepPlanned) -> list[Any]:
         ),
     ],
 )
-def test_a_need_that_cannot_be_met(module: Callable[[str, str], Path], keys: Any, said: str) -> None:
+def test_a_need_that_cannot_be_met(module: Callable[[str, str], Path], keys: Any, reason: str) -> None:
     """It is said when the CONFIG is read, with what to set."""
     module("needy", NEEDY)
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
         fabric.config(fabric.GRPO, algorithm=POLICY_GRADIENT | keys)
 
 

@@ -145,7 +145,7 @@ def test_what_it_says_of_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "reason"),
     [
         ({"group_size": 4}, 'belongs to pairs = "rewards"'),
         ({"label_smoothing": 0.1, "preference_loss": "ipo"}, 'belongs to preference_loss = "sigmoid"'),
@@ -154,7 +154,7 @@ def test_what_it_says_of_itself() -> None:
         ({"pairs": "guesses"}, "preferences"),
     ],
 )
-def test_keys_that_do_not_fit(keys: dict[str, Any], said: str) -> None:
+def test_keys_that_do_not_fit(keys: dict[str, Any], reason: str) -> None:
     """Each is refused, and the message says why."""
-    with pytest.raises(ValidationError, match=said):
+    with pytest.raises(ValidationError, match=reason):
         _dpo(**keys)

@@ -11,13 +11,14 @@ import pytest
 from key_tables import rows
 from pydantic import create_model
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.ingest.admission.outstanding import training_of
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, TrainError
 from rollbook.store.events import RunOpened, StepCommitted, StepPlanned
-from rollbook.train.algorithms import keys
+from rollbook.train.algorithms import policy_gradient
 from rollbook.train.algorithms.advantages import BASELINES
 from rollbook.train.algorithms.algorithm import Algorithm, Demand, LossInputs, Need
 from rollbook.train.algorithms.corrections import CORRECTIONS
@@ -73,13 +74,9 @@ def taught(recorded: Callable[..., Store], doubled: Doubled) -> Store:
     return log
 
 
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
-
-
 def test_a_third_algorithm_trains_with_its_own_loss(taught: Store) -> None:
     """Its batches, advantages and demand are its own, and each of its steps replays bit for bit."""
-    plans, steps = _of(taught, StepPlanned), _of(taught, StepCommitted)
+    plans, steps = records_of(taught, StepPlanned), records_of(taught, StepCommitted)
     assert [plan.algorithm for plan in plans] == [{"name": "doubled", "samples": 4}] * 2
     assert [len(plan.samples) for plan in plans] == [4, 4]
     samples = {ref["trajectory_id"] for plan in plans for ref in plan.samples}
@@ -94,7 +91,7 @@ def test_a_third_algorithm_trains_with_its_own_loss(taught: Store) -> None:
 
 def test_its_demand_is_recorded_and_read_by_admission(taught: Store) -> None:
     """`run.opened` says the numbers, and whoever admits reads them, of an algorithm it never heard of."""
-    (opened,) = _of(taught, RunOpened)[-1:]
+    (opened,) = records_of(taught, RunOpened)[-1:]
     assert opened.config["demand"] == {"groups": 4, "group_size": 1, "epochs": 1, "mini_batches": 1}
     tail = opened.config | {"source": "tail", "recipe": {"max_staleness": 1, "splits": ["train"]}}
     training = training_of(RunOpened("train", tail))
@@ -120,7 +117,7 @@ def test_an_unknown_algorithm_is_an_error_everywhere(taught: Store, monkeypatch:
 
 def _row_of(key: str, names: list[str]) -> str:
     """The row of the key on that page, if its registry had these names."""
-    kind = create_model("Grown", **{key: (keys.part_key(names, "what it is"), names[0])})  # type: ignore[call-overload]
+    kind = create_model("Grown", **{key: (policy_gradient.part_key(names, "what it is"), names[0])})  # type: ignore[call-overload]
     [row] = rows(kind)
     assert '`"another"`' in row
     assert getattr(kind.model_validate({key: "another"}), key) == "another"

@@ -21,7 +21,7 @@ SCORES = [1.5, -0.5, 0.25, 1.0, 3.0, 2.0]
 """Of three pairs."""
 
 
-def _of(**keys: Any) -> RewardModel:
+def _reward_model(**keys: Any) -> RewardModel:
     return RewardModel.model_validate({"name": "reward_model"} | keys)
 
 
@@ -47,14 +47,14 @@ def _bt(*gaps: float) -> float:
 
 def test_losses_by_hand() -> None:
     """The mean over pairs, with each margin and with the centring of each pair."""
-    assert _of_batch(_of(), _inputs()).item() == pytest.approx(_bt(2.0, -0.75, 1.0))
+    assert _of_batch(_reward_model(), _inputs()).item() == pytest.approx(_bt(2.0, -0.75, 1.0))
     margins = torch.tensor([0.5, 0, 1.0, 0, 0, 0]).double()
-    recorded = _of_batch(_of(margin="recorded"), _inputs(margins=margins))
+    recorded = _of_batch(_reward_model(margin="recorded"), _inputs(margins=margins))
     assert recorded.item() == pytest.approx(_bt(1.5, -1.75, 1.0))
     rewards = torch.tensor([3.0, 1.0, 1.0, 1.0, 5.0, 4.5]).double()
-    by_reward = _of_batch(_of(margin="rewards"), _inputs(rewards=rewards, margins=margins))
+    by_reward = _of_batch(_reward_model(margin="rewards"), _inputs(rewards=rewards, margins=margins))
     assert by_reward.item() == pytest.approx(_bt(0.0, -0.75, 0.5))
-    centred = _of_batch(_of(centring=0.1), _inputs())
+    centred = _of_batch(_reward_model(centring=0.1), _inputs())
     assert centred.item() == pytest.approx(_bt(2.0, -0.75, 1.0) + 0.1 * (1 + 1.25**2 + 25) / 3)
 
 
@@ -62,7 +62,7 @@ def test_losses_by_hand() -> None:
 def test_sum_to_zero_is_the_square_of_the_mean(seed: int, weight: float) -> None:
     """In value and gradient, from micro-batches that know no more than the mean of all."""
     scores = torch.randn(8, generator=torch.Generator().manual_seed(seed)).double().requires_grad_()
-    algorithm = _of(batch_sum_to_zero=weight)
+    algorithm = _reward_model(batch_sum_to_zero=weight)
     mean = scores.detach().mean().item()
     zeros = torch.zeros(4, dtype=torch.float64)
     parts = [
@@ -70,7 +70,9 @@ def test_sum_to_zero_is_the_square_of_the_mean(seed: int, weight: float) -> None
         for at in (slice(0, 4), slice(4, 8))
     ]
     loss = torch.cat(parts).sum() / 4
-    whole = _of_batch(_of(), _inputs(scores.detach().tolist())) + weight * scores.detach().mean() ** 2
+    whole = (
+        _of_batch(_reward_model(), _inputs(scores.detach().tolist())) + weight * scores.detach().mean() ** 2
+    )
     torch.testing.assert_close(loss, whole)
     (gradient,) = torch.autograd.grad(loss, [scores])
     again = scores.detach().clone().requires_grad_()
@@ -88,16 +90,17 @@ def test_uncertain_scores_by_integration(mean: float, logs: float) -> None:
     z = np.linspace(mean - 12 * deviation, mean + 12 * deviation, 200_001)
     density = np.exp(-((z - mean) ** 2) / (2 * deviation**2)) / (deviation * math.sqrt(2 * math.pi))
     expected = -math.log(np.trapezoid(density / (1 + np.exp(-z)), z))
-    assert _of_batch(_of(head="mean_deviation"), inputs).item() == pytest.approx(expected, rel=1e-9)
+    assert _of_batch(_reward_model(head="mean_deviation"), inputs).item() == pytest.approx(expected, rel=1e-9)
     assert torch.autograd.gradcheck(
-        lambda scores: _of(head="mean_deviation").score_loss(replace(inputs, scores=scores)), inputs.scores
+        lambda scores: _reward_model(head="mean_deviation").score_loss(replace(inputs, scores=scores)),
+        inputs.scores,
     )
 
 
 def test_no_deviation_is_bradley_terry() -> None:
     """A distribution without any width has the loss of its mean."""
     wide = _inputs([[score, -30.0] for score in SCORES])
-    narrow = _of_batch(_of(head="mean_deviation"), wide)
+    narrow = _of_batch(_reward_model(head="mean_deviation"), wide)
     assert narrow.item() == pytest.approx(_bt(2.0, -0.75, 1.0))
 
 
@@ -108,7 +111,7 @@ def test_extremes_stay_finite() -> None:
         ("mean_deviation", [[1e4, 5.0], [-1e4, 5.0]] * 2),
     ):
         inputs = _inputs(scores)
-        loss = _of_batch(_of(head=head), inputs)
+        loss = _of_batch(_reward_model(head=head), inputs)
         (gradient,) = torch.autograd.grad(loss, [inputs.scores])
         assert torch.isfinite(loss)
         assert torch.isfinite(gradient).all()
@@ -116,12 +119,12 @@ def test_extremes_stay_finite() -> None:
 
 def test_measures() -> None:
     """Of pairs their order and difference, of samples their scores."""
-    measures = _of().score_measures(_inputs())
+    measures = _reward_model().score_measures(_inputs())
     assert measures["preference_accuracy"].tolist() == [1.0, 0.0, 1.0]
     assert measures["preference_margin"].tolist() == [2.0, -0.75, 1.0]
     assert measures["score_mean"].tolist() == SCORES
     assert "score_deviation" not in measures
-    uncertain = _of(head="mean_deviation").score_measures(_inputs([[1.0, 0.0], [2.0, math.log(3)]]))
+    uncertain = _reward_model(head="mean_deviation").score_measures(_inputs([[1.0, 0.0], [2.0, math.log(3)]]))
     assert uncertain["score_deviation"].tolist() == pytest.approx([1.0, 3.0])
 
 
@@ -157,22 +160,26 @@ def test_a_temperature_by_hand() -> None:
 
 def test_what_it_says_of_itself() -> None:
     """Needs and the width of its head, by its keys."""
-    assert (_of().needs, _of().head_width) == ({"pairs"}, 1)
-    assert _of(head="mean_deviation").head_width == 2
-    assert _of(margin="recorded", batch_sum_to_zero=1.0).needs == {"pairs", "margins", "batch_score"}
-    assert _of(margin="rewards").needs == {"pairs", "rewards"}
-    assert _of(pairs="rewards").needs == {"pairs", "groups", "rewards"}
+    assert (_reward_model().needs, _reward_model().head_width) == ({"pairs"}, 1)
+    assert _reward_model(head="mean_deviation").head_width == 2
+    assert _reward_model(margin="recorded", batch_sum_to_zero=1.0).needs == {
+        "pairs",
+        "margins",
+        "batch_score",
+    }
+    assert _reward_model(margin="rewards").needs == {"pairs", "rewards"}
+    assert _reward_model(pairs="rewards").needs == {"pairs", "groups", "rewards"}
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "reason"),
     [
         ({"pairs": "rewards", "margin": "recorded"}, 'belongs to pairs = "preferences"'),
         ({"batch_sum_to_zero": -1}, "greater than or equal to 0"),
         ({"head": "three"}, "mean_deviation"),
     ],
 )
-def test_keys_that_do_not_fit(keys: dict[str, Any], said: str) -> None:
+def test_keys_that_do_not_fit(keys: dict[str, Any], reason: str) -> None:
     """Each is refused, and the message says why."""
-    with pytest.raises(ValidationError, match=said):
-        _of(**keys)
+    with pytest.raises(ValidationError, match=reason):
+        _reward_model(**keys)

@@ -149,17 +149,17 @@ CASES = [
 
 
 @pytest.mark.usefixtures("module")
-@pytest.mark.parametrize(("keys", "said"), CASES)
-def test_a_training_is_not_begun(recorded_path: Path, keys: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("keys", "reason"), CASES)
+def test_a_training_is_not_begun(recorded_path: Path, keys: dict[str, Any], reason: str) -> None:
     """Nothing is written; preflight says the same in red."""
     algorithm = keys if "name" in keys else POLICY_GRADIENT | keys
     settings = fabric.config(fabric.GRPO, steps=1, algorithm=algorithm)
     before = sorted(recorded_path.rglob("*"))
-    with pytest.raises(TrainError, match=re.escape(said)):
+    with pytest.raises(TrainError, match=re.escape(reason)):
         _train(recorded_path, settings)
     assert sorted(recorded_path.rglob("*")) == before
     [check] = [result for result in preflight(settings, None, {}, "cut", 8 << 30) if result.name == "parts"]
-    assert (check.verdict, said in check.said) == ("red", True)
+    assert (check.verdict, reason in check.said) == ("red", True)
 
 
 def _train(path: Path, settings: Any) -> None:

@@ -67,7 +67,7 @@ def _folded(finished: list[Trajectory], paths: Paths = "all") -> dict[str, Sampl
     return {s.leaf_turn_id: s for s in samples if s.split in SPLITS}
 
 
-def _found(log: Store, paths: Paths = "all") -> tuple[References, list[Sample]]:
+def _materializer(log: Store, paths: Paths = "all") -> tuple[References, list[Sample]]:
     head = log.head()
     references = find_references(log, head, "demo", RecipeConfig(splits=SPLITS, paths=paths))
     materializer = Materializer(log, head, references, "demo")
@@ -91,7 +91,7 @@ def test_samples_from_columns_are_those_of_the_fold(
 ) -> None:
     """Every array of every sample bit for bit, each once, trajectories by name and leaves in turn order."""
     folded = _folded(finished, paths)
-    references, samples = _found(recorded_forests, paths)
+    references, samples = _materializer(recorded_forests, paths)
     assert len(references) > 120
     assert sorted(s.leaf_turn_id for s in samples) == sorted(folded)
     for sample in samples:
@@ -100,7 +100,7 @@ def test_samples_from_columns_are_those_of_the_fold(
     assert [s.leaf_turn_id for s in samples] == [s.leaf_turn_id for s in in_order]
 
 
-@pytest.mark.more_but("sealed-full", "live-short of room")
+@pytest.mark.more_but("live-short of room")
 @pytest.mark.parametrize("disk", ["roomy", "full", "short of room"])
 def test_tokens_are_read_again_from_scratch(
     recorded_forests: Store, finished: list[Trajectory], monkeypatch: pytest.MonkeyPatch, disk: str
@@ -134,7 +134,7 @@ def test_tokens_are_read_again_from_scratch(
 
 def test_what_decides_is_known_without_tokens(recorded_forests: Store) -> None:
     """Trained tokens, unknown versions, missing logprobs, the oldest version and erasure, as arrays say."""
-    references, samples = _found(recorded_forests)
+    references, samples = _materializer(recorded_forests)
     for number, sample in enumerate(samples):
         ref = references.ref(number)
         mask = sample.loss_mask
@@ -169,9 +169,9 @@ def test_an_erased_trajectory_has_no_loss(tmp_path: Path) -> None:
     """Its sample is named as erased, its tokens are -1, and the others are as they were."""
     log = fabric.record_store(tmp_path / "store", 2, 2, 2)
     Sealer(log).run_once()
-    _, before = _found(log)
+    _, before = _materializer(log)
     erase_trajectory(log, "g0.0", "asked", keep_tokens=False)
-    references, after = _found(log)
+    references, after = _materializer(log)
     folded = _folded(_finished(log))
     for sample in after:
         _same(sample, folded[sample.leaf_turn_id])
@@ -189,11 +189,11 @@ def test_a_prompt_that_does_not_fold_is_damage(tmp_path: Path) -> None:
     broken = [replace(r, prompt_ids=kinds.token_ids([9, 9])) if r is done else r for r in records]
     fabric.append(log, broken)
     with pytest.raises(CorruptionError, match=r"turn t\.1: its prompt does not fold"):
-        _found(log)
+        _materializer(log)
 
 
 def test_an_empty_log_has_no_samples(tmp_path: Path) -> None:
     """Neither has one without a finished trajectory of the run."""
     log = rb.open(tmp_path / "store", create=True)
-    references, samples = _found(log)
+    references, samples = _materializer(log)
     assert (len(references), samples) == (0, [])

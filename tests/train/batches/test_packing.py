@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -47,10 +48,6 @@ class Killed(Exception):
     """The process ends here."""
 
 
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
-
-
 def _lengths(log: Store) -> dict[str, int]:
     return {sample.leaf_turn_id: len(sample) for sample in all_samples(log.trajectories().values())}
 
@@ -64,9 +61,9 @@ def test_the_numbers_are_those_of_padded_samples(recorded: Stores, name: str) ->
     logs = [recorded("padded"), recorded("packed")]
     fabric.train(logs[0], fabric.config(fabric.GRPO, **changes, micro_batch_size=None))
     fabric.train(logs[1], fabric.config(fabric.GRPO, **changes, **PACKED))
-    plans = _of(logs[1], StepPlanned)
+    plans = records_of(logs[1], StepPlanned)
     assert all(plan.packed for plan in plans)
-    assert not any(plan.packed for plan in _of(logs[0], StepPlanned))
+    assert not any(plan.packed for plan in records_of(logs[0], StepPlanned))
     lengths, pairs = _lengths(logs[1]), "pairs" in ALGORITHMS[name]["algorithm"]
     for plan in plans:
         [parts] = plan.partition
@@ -76,7 +73,7 @@ def test_the_numbers_are_those_of_padded_samples(recorded: Stores, name: str) ->
             tokens = sum(lengths[plan.samples[i]["turn_id"]] for i in part)
             assert tokens <= MOST or len(part) == (2 if pairs else 1)
             assert not pairs or all(b == a + 1 for a, b in zip(part[::2], part[1::2], strict=True))
-    for padded, packed in zip(*(_of(log, StepCommitted) for log in logs), strict=True):
+    for padded, packed in zip(*(records_of(log, StepCommitted) for log in logs), strict=True):
         assert packed.metrics.keys() == padded.metrics.keys()
         for key, value in fabric.computed(padded.metrics).items():
             expected = value if value is None else pytest.approx(value, rel=2e-4, abs=2e-6)
@@ -96,7 +93,9 @@ def test_a_kill_changes_nothing(recorded: Stores) -> None:
     with fabric.killed_at(1, Killed):
         fabric.train(broken, settings)
     fabric.train(broken, settings)
-    assert [s.digests for s in _of(broken, StepCommitted)] == [s.digests for s in _of(whole, StepCommitted)]
+    assert [s.digests for s in records_of(broken, StepCommitted)] == [
+        s.digests for s in records_of(whole, StepCommitted)
+    ]
 
 
 @pytest.mark.more
@@ -105,7 +104,7 @@ def test_samples_are_packed_from_a_step_on(recorded: Stores) -> None:
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=2))
     fabric.train(log, fabric.config(fabric.SFT, steps=2, **PACKED))
-    plans = _of(log, StepPlanned)
+    plans = records_of(log, StepPlanned)
     assert [plan.packed for plan in plans] == [False, False, True, True]
     assert plans[1].phase != plans[2].phase
     assert [replay_step(log, step).differs_in for step in (1, 3)] == [None, None]
@@ -120,7 +119,7 @@ def test_held_out_samples_are_packed_too(recorded: Stores) -> None:
         fabric.append(log, [r for i in range(5) for r in _held_out(i)])
         settings = fabric.config(fabric.SFT, steps=2, evaluation={"every": 1}, **changes)
         fabric.train(log, settings)
-        losses.append([record.metrics["loss"] for record in _of(log, EvalFinished)])
+        losses.append([record.metrics["loss"] for record in records_of(log, EvalFinished)])
     assert len(losses[0]) == 3
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 

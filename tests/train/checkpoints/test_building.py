@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.store import Store
 from rollbook.store.errors import ShortageError
 from rollbook.store.events import CheckpointWritten, StepCommitted, StepPlanned
-from rollbook.train.checkpoints import checkpoint, tensor_file
+from rollbook.train.checkpoints import checkpoint, shards
 from rollbook.train.checkpoints.directory import building_beside, remove_left_over
 
 Stores = Callable[..., Store]
-
-
-def _of(log: Store, *kinds: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if isinstance(e.record, kinds)]
 
 
 def _dead() -> int:
@@ -103,16 +100,16 @@ def test_a_full_disk_at_a_checkpoint(
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=4, checkpoint_every=2)))
     command = ("train", tmp_path / "train.toml", "--store", log.path)
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_file.os, "write", full)
+        patch.setattr(shards.os, "write", full)
         code, _, err = cli(*command)
     assert code == 2
     assert f"has no room for the checkpoint {_policy(log)}/v00000002 (" in err
     assert "the disk at /" in err
     assert [path.name for path in _policy(log).iterdir()] == ["v00000000"]
-    assert [s.policy_version for s in _of(log, StepCommitted)] == [1, 2]
+    assert [s.policy_version for s in records_of(log, StepCommitted)] == [1, 2]
     assert cli(*command)[0] == 0
-    assert [s.policy_version for s in _of(log, StepCommitted)] == [1, 2, 3, 4]
-    assert {p.attempt for p in _of(log, StepPlanned)} == {1}
+    assert [s.policy_version for s in records_of(log, StepCommitted)] == [1, 2, 3, 4]
+    assert {p.attempt for p in records_of(log, StepPlanned)} == {1}
 
 
 def test_another_error_is_what_it_was(tmp_path: Path) -> None:
@@ -149,11 +146,11 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert "the checkpoint of version 8: " in err
     assert "weights damaged: model." in err
     assert "Going on from version 4 instead: 4 steps since are run again" in err
-    assert [c.policy_version for c in _of(log, CheckpointWritten)] == [0, 4, 8, 8], "it is there again"
+    assert [c.policy_version for c in records_of(log, CheckpointWritten)] == [0, 4, 8, 8], "it is there again"
     code, _, err = cli(*command)
     assert (code, "damaged" in err) == (0, False)
     fabric.train(plain, fabric.config(fabric.SFT))
-    assert _of(log, StepCommitted)[-1].digests == _of(plain, StepCommitted)[-1].digests
+    assert records_of(log, StepCommitted)[-1].digests == records_of(plain, StepCommitted)[-1].digests
 
 
 def test_all_are_damaged(recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook import store as rb
 from rollbook.bench.scripted.job import Options
@@ -31,10 +32,6 @@ from rollbook.train.config.phase import family_names
 
 Stores = Callable[..., Store]
 KEEP = {"keep_last": 2, "keep_every": 6}
-
-
-def _of(log: Store, *kinds: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if isinstance(e.record, kinds)]
 
 
 def _there(log: Store) -> list[str]:
@@ -79,16 +76,16 @@ def kept(kept_path: Path, tmp_path: Path) -> Store:
 
 
 def _digests(log: Store) -> list[dict[str, Any]]:
-    return [step.digests for step in _of(log, StepCommitted)]
+    return [step.digests for step in records_of(log, StepCommitted)]
 
 
 def test_it_keeps_what_it_says(settings: Any, kept: Store, plain_path: Path) -> None:
     """The newest two, the first of each six, version 0; no bit of training differs, and the disk has less."""
     assert _there(kept) == _names(0, 6, 11, 12)
-    removed = _of(kept, CheckpointRemoved)
+    removed = records_of(kept, CheckpointRemoved)
     assert [r.policy_version for r in removed] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
     assert {r.reason for r in removed} == {"[checkpoint] keep_last 2, keep_every 6"}
-    written = {c.path: c for c in _of(kept, CheckpointWritten)}
+    written = {c.path: c for c in records_of(kept, CheckpointWritten)}
     for r in removed:
         record = written[r.path]
         assert (r.weights_digest, r.optimizer_digest) == (record.weights_digest, record.optimizer_digest)
@@ -146,7 +143,7 @@ def test_a_renewed_reference_stays(recorded: Stores) -> None:
     algorithm = {**fabric.GRPO["algorithm"], "kl": 0.1, "ref_update_interval": 2, "groups": 1}
     changes = {"algorithm": algorithm, "checkpoint_every": 1, "checkpoint": {"keep_last": 1}, "steps": 5}
     fabric.train(log, fabric.config(fabric.GRPO, **changes))
-    named = {plan.algorithm["reference_version"] for plan in _of(log, StepPlanned)}
+    named = {plan.algorithm["reference_version"] for plan in records_of(log, StepPlanned)}
     assert named == {0, 2, 4}
     assert _there(log) == _names(0, 2, 4, 5)
     assert replay_step(log, 3).bit_for_bit
@@ -212,11 +209,11 @@ def test_a_kill_around_a_removal(recorded: Stores, settings: Any, plain_path: Pa
     fabric.train(log, settings)
     assert _digests(log) == _digests(rb.open(plain_path))
     assert _there(log) == _names(0, 6, 11, 12)
-    assert [r.policy_version for r in _of(log, CheckpointRemoved)] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
+    assert [r.policy_version for r in records_of(log, CheckpointRemoved)] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
     assert replay_step(log, 4).bit_for_bit
 
 
-@pytest.mark.more_but("overlap+sharded")
+@pytest.mark.more
 @pytest.mark.parametrize(
     "way",
     [{"overlap": True}, {"sharded": True}, {"overlap": True, "sharded": True}],
@@ -253,9 +250,9 @@ def test_what_an_engine_loaded_goes_once_it_has_another(
     log, sync = recorded(), {"engines": [url], "transport": "disk"}
     changes = {"checkpoint_every": 3, "sync": sync, "checkpoint": {"keep_last": 1, **way}}
     fabric.train(log, fabric.config(fabric.SFT, steps=8, **changes))
-    written = _of(log, CheckpointWritten)
+    written = records_of(log, CheckpointWritten)
     assert [c.policy_version for c in written if c.optimizer_digest is None][:4] == [0, 1, 2, 3 if way else 4]
-    assert [a.policy_version for a in _of(log, PolicyActivated)] == list(range(9))
+    assert [a.policy_version for a in records_of(log, PolicyActivated)] == list(range(9))
     held = fabric.steps_of(log).checkpoints
     assert [c.policy_version for c in held] == [0, 8, *([8] if way else [])]
     assert len(_there(log)) == len(held)

@@ -18,21 +18,18 @@ from typing import Any
 import pytest
 from tests.fakes.processes.warm import TORCH, WarmProcess
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.store import Store
 from rollbook.store.errors import ShortageError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, StepCommitted, StepPlanned
-from rollbook.train.checkpoints import tensor_file
+from rollbook.train.checkpoints import shards
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 
 Stores = Callable[..., Store]
 MEANWHILE = {"overlap": True}
 BOTH = MEANWHILE | {"sharded": True}
 WAYS = pytest.mark.parametrize("way", [MEANWHILE, BOTH], ids=["whole", "sharded"])
-
-
-def _of(log: Store, *kinds: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if isinstance(e.record, kinds)]
 
 
 def _policy(log: Store) -> Path:
@@ -42,7 +39,7 @@ def _policy(log: Store) -> Path:
 def _order(log: Store) -> list[str]:
     """Commits and checkpoints, in the order in which they became durable."""
     marks = {StepCommitted: "step", CheckpointWritten: "checkpoint", PolicyPublished: "published"}
-    records = _of(log, *marks)
+    records = records_of(log, *marks)
     return [f"{marks[type(record)]} {record.policy_version}" for record in records]
 
 
@@ -59,7 +56,7 @@ def _held(monkeypatch: pytest.MonkeyPatch, version: int, error: OSError | None =
         return write(fd, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tensor_file.os, "write", held)
+        patch.setattr(shards.os, "write", held)
         yield go
 
 
@@ -91,7 +88,7 @@ def test_steps_are_taken_meanwhile(recorded: Stores, monkeypatch: pytest.MonkeyP
     assert order[:2] == ["checkpoint 0", "published 0"]
     assert order.index("step 3") < order.index("checkpoint 2") < order.index("checkpoint 4")
     assert order[-2:] == ["checkpoint 4", "published 4"]
-    written, expected = _of(log, CheckpointWritten), _of(plain, CheckpointWritten)
+    written, expected = records_of(log, CheckpointWritten), records_of(plain, CheckpointWritten)
     assert [replace(each, bytes=0) for each in written] == [replace(each, bytes=0) for each in expected]
     for first, second in zip(written, expected, strict=True):
         ours, theirs = (
@@ -128,24 +125,24 @@ def test_a_full_disk(recorded: Stores, monkeypatch: pytest.MonkeyPatch, error: i
         with pytest.raises(ShortageError, match=message):
             fabric.train(log, settings)
     assert [path.name for path in _policy(log).iterdir()] == ["v00000000"]
-    assert [record.policy_version for record in _of(log, CheckpointWritten)] == [0]
-    assert len(_of(log, StepCommitted)) in (6, 7), "it does not wait for the next checkpoint"
+    assert [record.policy_version for record in records_of(log, CheckpointWritten)] == [0]
+    assert len(records_of(log, StepCommitted)) in (6, 7), "it does not wait for the next checkpoint"
     fabric.train(log, settings)
-    assert [s.policy_version for s in _of(log, StepCommitted)] == [*range(1, 9)]
-    assert {p.attempt for p in _of(log, StepPlanned)} == {1}
-    assert [record.policy_version for record in _of(log, CheckpointWritten)] == [0, 8]
+    assert [s.policy_version for s in records_of(log, StepCommitted)] == [*range(1, 9)]
+    assert {p.attempt for p in records_of(log, StepPlanned)} == {1}
+    assert [record.policy_version for record in records_of(log, CheckpointWritten)] == [0, 8]
 
 
 SLOW = """
 import os, sys, time
 from rollbook.cli.app import main
-from rollbook.train.checkpoints import tensor_file
+from rollbook.train.checkpoints import shards
 write = os.write
 def slow(fd, data):
     if "v00000002" in os.readlink(f"/proc/self/fd/{fd}"):
         time.sleep(SECONDS)
     return write(fd, data[:4096])
-tensor_file.os.write = slow
+shards.os.write = slow
 sys.exit(main())
 """
 """`rollbook` on a disk that takes long for version 2."""
@@ -167,7 +164,7 @@ def _start(log: Store, settings: Any, seconds: float) -> WarmProcess:
 def _await(log: Store, version: int) -> None:
     """Wait until the step that makes a version is committed."""
     until = time.monotonic() + 90
-    while not any(record.policy_version == version for record in _of(log, StepCommitted)):
+    while not any(record.policy_version == version for record in records_of(log, StepCommitted)):
         assert time.monotonic() < until
         time.sleep(0.05)
 
@@ -184,10 +181,10 @@ def test_a_kill_in_the_middle(recorded: Stores, way: Any) -> None:
         process.kill()
     left = [path.name for path in _policy(log).iterdir() if path.name != "v00000000"]
     assert left == [f".v00000002.{process.pid}"]
-    assert [each.policy_version for each in _of(log, CheckpointWritten)] == [0]
+    assert [each.policy_version for each in records_of(log, CheckpointWritten)] == [0]
     fabric.train(log, settings)
     assert not [path for path in _policy(log).iterdir() if path.name.startswith(".")]
-    ends = [_of(each, StepCommitted)[-1] for each in (log, plain)]
+    ends = [records_of(each, StepCommitted)[-1] for each in (log, plain)]
     assert ends[0].policy_version == 8
     assert ends[0].digests == ends[1].digests
 
@@ -201,6 +198,6 @@ def test_a_signal_waits_for_it(recorded: Stores) -> None:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     assert process.returncode == 128 + signal.SIGTERM
-    last = _of(log, StepCommitted)[-1].policy_version
-    assert {0, 2, last} <= {record.policy_version for record in _of(log, CheckpointWritten)}
+    last = records_of(log, StepCommitted)[-1].policy_version
+    assert {0, 2, last} <= {record.policy_version for record in records_of(log, CheckpointWritten)}
     assert not [path for path in _policy(log).iterdir() if path.name.startswith(".")]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook import store as rb
 from rollbook.engines.weights.digests import digest_tensors
@@ -60,6 +61,8 @@ def _trainings() -> dict[str, dict[str, Any]]:
         "grpo packed": fabric.GRPO | packed,
         "ppo": fabric.GRPO | ppo,
         "lora": fabric.SFT | {"lora": {"rank": 4}},
+        "lora of the output": fabric.SFT
+        | {"lora": {"rank": 4, "targets": ["o_proj", "lm_head"]}, "model": str(fabric.untied_folder())},
         "bfloat16": fabric.SFT | {"dtype": "bfloat16"},
         "experts": fabric.SFT | {"model": _experts(fabric.scratch(), "Qwen3Moe")},
         "fused experts": fabric.SFT | {"model": _experts(fabric.scratch(), "GptOss")},
@@ -76,10 +79,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "expert 2, distributed optimizer": (2, {"expert": 2, "distributed_optimizer": True}),
     "tensor 2, pipeline 2": (4, {"tensor": 2, "pipeline": 2}),
 }
-
-
-def _of(log: Store, kind: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if isinstance(e.record, kind)]
 
 
 def _tensors(held: Checkpoint) -> dict[str, torch.Tensor]:
@@ -100,7 +99,7 @@ def _same_bits(first: Checkpoint, second: Checkpoint) -> None:
 
 
 def _last(log: Store) -> Checkpoint:
-    return read_checkpoint(log.path / _of(log, CheckpointWritten)[-1].path)
+    return read_checkpoint(log.path / records_of(log, CheckpointWritten)[-1].path)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +122,7 @@ def _train(log: Store, training: str, layout: str, way: dict[str, Any]) -> None:
     values, (count, sizes) = _trainings()[training], LAYOUTS[layout]
     changes = {"steps": 2, "checkpoint_every": 1, "checkpoint": way, "parallel": sizes}
     # Factors begin with gradients of 0 for half of them: they need steps that count.
-    changes["optimizer"] = {"lr": 1e-2} if training == "lora" else SGD_LIKE
+    changes["optimizer"] = {"lr": 1e-2} if "lora" in training else SGD_LIKE
     fabric.train(log, fabric.config(values | changes), ranks=count)
     fabric.train(log, fabric.config(values | changes | {"steps": 3, "parallel": {}}))
 
@@ -134,10 +133,10 @@ def _contract(log: Store, plain: Callable[..., Store], training: str, layout: st
     its step, or late."""
     whole, count = plain(training, layout), LAYOUTS[layout][0]
     _train(log, training, layout, WAYS[way])
-    assert [entry.digests for entry in _of(log, StepCommitted)] == [
-        entry.digests for entry in _of(whole, StepCommitted)
+    assert [entry.digests for entry in records_of(log, StepCommitted)] == [
+        entry.digests for entry in records_of(whole, StepCommitted)
     ]
-    ours, theirs = _of(log, CheckpointWritten), _of(whole, CheckpointWritten)
+    ours, theirs = records_of(log, CheckpointWritten), records_of(whole, CheckpointWritten)
     assert [entry.policy_version for entry in ours] == [0, 1, 2, 3]
     for first, second in zip(ours, theirs, strict=True):
         assert (first.path, first.weights_digest, first.optimizer_digest, first.phase) == (
@@ -163,7 +162,7 @@ def _contract(log: Store, plain: Callable[..., Store], training: str, layout: st
     assert sorted(left) == [f"v{version:08d}" for version in range(4)]
 
 
-@pytest.mark.more_but("lora-sharded", "bfloat16-overlap")
+@pytest.mark.more_but("bfloat16-overlap")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("training", ["sft", "grpo packed", "ppo", "lora", "bfloat16"])
 def test_one_rank(recorded: Stores, plain: Callable[..., Store], training: str, way: str) -> None:
@@ -184,6 +183,7 @@ def test_one_rank(recorded: Stores, plain: Callable[..., Store], training: str, 
         ("ppo", "distributed optimizer", "both"),
         ("lora", "tensor 2", "both"),
         ("lora", "distributed optimizer", "sharded"),
+        ("lora of the output", "tensor 2", "both"),
         ("bfloat16", "distributed optimizer of 3", "both"),
         ("experts", "expert 2", "sharded"),
         ("experts", "expert 2, distributed optimizer", "both"),
@@ -237,7 +237,7 @@ def test_a_reference_and_going_back(recorded: Stores) -> None:
         fabric.train(
             log, fabric.config(fabric.GRPO, steps=1, algorithm=algorithm, checkpoint=way), lane="more"
         )
-    ends = [[record.digests for record in _of(log, StepCommitted)] for log in logs]
+    ends = [[record.digests for record in records_of(log, StepCommitted)] for log in logs]
     assert ends[0] == ends[1]
     assert len(ends[0]) == 7
     _same_bits(_last(logs[1]), _last(logs[0]))
@@ -248,7 +248,7 @@ def test_a_reference_and_going_back(recorded: Stores) -> None:
 FOLLOW = """
 import errno, os, runpy, sys
 from pathlib import Path
-from rollbook.train.checkpoints import shards, tensor_file
+from rollbook.train.checkpoints import shards
 write, read = os.write, Path.read_text
 def spoiled(fd, data):
     if "v00000002" in os.readlink(f"/proc/self/fd/{fd}"):
@@ -258,7 +258,7 @@ def elsewhere(path, *given, **options):
     if ELSEWHERE and path.name == shards.WORD:
         raise FileNotFoundError(path)
     return read(path, *given, **options)
-tensor_file.os.write, Path.read_text = spoiled, elsewhere
+os.write, Path.read_text = spoiled, elsewhere
 sys.argv = ["follow", *sys.argv[1:]]
 runpy.run_module("rollbook.train.ranks.follow", run_name="__main__")
 """
@@ -273,7 +273,7 @@ def _spoiled(monkeypatch: pytest.MonkeyPatch, spoil: str = "pass", *, elsewhere:
 @pytest.mark.ranks
 @pytest.mark.parametrize("way", ["sharded", "both"])
 @pytest.mark.parametrize(
-    ("spoil", "error", "said"),
+    ("spoil", "error", "reason"),
     [
         ("raise OSError(errno.ENOSPC, 'full')", ShortageError, "has no room for the checkpoint"),
         ("raise OSError(errno.EIO, 'broken')", RankError, r"rank 1 on \S+ failed: OSError\(5, 'broken'\)"),
@@ -286,21 +286,21 @@ def test_a_rank_that_cannot_write(
     way: str,
     spoil: str,
     error: type[Exception],
-    said: str,
+    reason: str,
 ) -> None:
     """It is named, nothing is left of that checkpoint, no step is lost, and the training goes on."""
     log = recorded()
     settings = fabric.config(fabric.SFT, steps=4, checkpoint_every=2, checkpoint=WAYS[way])
     with monkeypatch.context() as patch:
         _spoiled(patch, spoil)
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=reason):
             fabric.train(log, settings, ranks=2)
     folder = log.path / "checkpoints/demo/actor"
     assert [path.name for path in folder.iterdir()] == ["v00000000"]
-    assert [record.policy_version for record in _of(log, CheckpointWritten)] == [0]
-    assert len(_of(log, StepCommitted)) >= 2
+    assert [record.policy_version for record in records_of(log, CheckpointWritten)] == [0]
+    assert len(records_of(log, StepCommitted)) >= 2
     fabric.train(log, settings, ranks=2)
-    assert [record.policy_version for record in _of(log, StepCommitted)] == [1, 2, 3, 4]
+    assert [record.policy_version for record in records_of(log, StepCommitted)] == [1, 2, 3, 4]
 
 
 @pytest.mark.ranks
@@ -311,10 +311,10 @@ def test_a_rank_without_the_stores_disk(recorded: Stores, monkeypatch: pytest.Mo
     message = rf"rank 1 on \S+ does not see .* {log.path}: .*or set checkpoint\.sharded = false"
     with pytest.raises(ConfigError, match=message):
         fabric.train(log, fabric.config(fabric.SFT, steps=1, checkpoint=WAYS["sharded"]), ranks=2)
-    assert _of(log, StepPlanned) == []
+    assert records_of(log, StepPlanned) == []
     assert [path.name for path in (log.path / "checkpoints/demo/actor").iterdir()] == ["v00000000"]
     fabric.train(log, fabric.config(fabric.SFT, steps=1), ranks=2)
-    assert len(_of(log, StepCommitted)) == 1
+    assert len(records_of(log, StepCommitted)) == 1
 
 
 @pytest.mark.ranks
@@ -323,7 +323,7 @@ def test_the_work_is_even(recorded: Stores) -> None:
     """Copies of the model take turns, and each number is written once."""
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=1, checkpoint=WAYS["sharded"]), ranks=2)
-    folder = log.path / _of(log, CheckpointWritten)[-1].path
+    folder = log.path / records_of(log, CheckpointWritten)[-1].path
     sizes = [file.stat().st_size for file in sorted(folder.glob("shard-*"))]
     assert len(sizes) == 2
     assert max(sizes) < 1.2 * min(sizes)

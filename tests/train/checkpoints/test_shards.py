@@ -48,7 +48,7 @@ def place(trained_path: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def _said(place: Path) -> dict[str, Any]:
+def _manifest(place: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = orjson.loads((place / MANIFEST).read_bytes())
     return manifest
 
@@ -82,7 +82,7 @@ def test_the_damaged_piece_is_named(place: Path) -> None:
         save_file(held | {name: held[name] + 1}, place / FILE)
         _refused(place, rf"{what} damaged: {name} in {FILE} \(not what {MANIFEST} names\)")
         save_file(held, place / FILE)
-    manifest = _said(place)
+    manifest = _manifest(place)
     _say(place, manifest | {"weights_digest": "0" * 64})
     _refused(place, f"weights damaged: no piece is, so {MANIFEST} itself changed")
     _say(place, manifest)
@@ -114,7 +114,7 @@ def test_a_link_in_the_place_of_a_file(place: Path, tmp_path: Path) -> None:
 
 def _renamed(place: Path, old: str, new: str) -> None:
     """Have a piece claim to be another one, in the file and in the manifest."""
-    held, manifest = load_file(place / FILE), _said(place)
+    held, manifest = load_file(place / FILE), _manifest(place)
     held[new] = held.pop(old)
     manifest["shards"][FILE][new] = manifest["shards"][FILE].pop(old)
     save_file(held, place / FILE)
@@ -149,7 +149,7 @@ def test_a_piece_that_claims_to_be_another(place: Path, name: str, reason: str) 
 
 def test_pieces_that_overlap_or_leave_gaps(place: Path) -> None:
     """A tensor in two pieces is read; not if a number is there twice, or is not."""
-    held, manifest = load_file(place / FILE), _said(place)
+    held, manifest = load_file(place / FILE), _manifest(place)
     norm = held.pop(NORM)
     del manifest["shards"][FILE][NORM]
 
@@ -193,14 +193,14 @@ def test_a_piece_more_or_less(place: Path) -> None:
 )
 def test_a_manifest_that_names_other_files(place: Path, shards: Any) -> None:
     """Nothing beside the files that ranks write is opened."""
-    _say(place, _said(place) | {"shards": shards})
+    _say(place, _manifest(place) | {"shards": shards})
     _refused(place, rf"{MANIFEST}: (its shards are not what ranks write|names 1 of \d+ shards)")
 
 
 @pytest.mark.parametrize("lora", [1, {}, {"rank": "x"}])
 def test_a_manifest_with_odd_factors(place: Path, lora: Any) -> None:
     """It is named."""
-    _say(place, _said(place) | {"lora": lora})
+    _say(place, _manifest(place) | {"lora": lora})
     _refused(place, MANIFEST)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rollbook.engines.weights.digests import digest_tensors, line_of
 from rollbook.store.digest import combine
 from rollbook.store.errors import ModelError
-from rollbook.train.checkpoints.tensor_file import kind_of, write_tensors
+from rollbook.train.checkpoints.shards import kind_of, write_tensors
 
 TENSORS = {
     "double": torch.arange(3, dtype=torch.float64),

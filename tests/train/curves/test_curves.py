@@ -19,9 +19,8 @@ from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.store import Store
-from rollbook.train.curves import reporter, writers
-from rollbook.train.curves.points import HELD_OUT, OF_STEPS, read_points
-from rollbook.train.curves.writers import EventFile
+from rollbook.train.curves import reporter
+from rollbook.train.curves.reporter import HELD_OUT, OF_STEPS, EventFile, read_points
 
 Stores = Callable[..., Store]
 Curves = dict[str, list[tuple[int, float]]]
@@ -36,7 +35,7 @@ def _read(folder: Path) -> Curves:
     return {tag: [(s.step, s.value) for s in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def _of(log: Store, run: str = "demo") -> Curves:
+def _curves_of(log: Store, run: str = "demo") -> Curves:
     """What the log has, rounded as a file's float32 are."""
     curves: Curves = defaultdict(list)
     for point in read_points(log, log.head(), run, "actor"):
@@ -46,7 +45,7 @@ def _of(log: Store, run: str = "demo") -> Curves:
 
 
 def _check(log: Store, *, but: set[str] = frozenset()) -> Curves:  # type: ignore[assignment]
-    held, wanted = _read(log.path / "tensorboard/demo/actor"), _of(log)
+    held, wanted = _read(log.path / "tensorboard/demo/actor"), _curves_of(log)
     assert held.keys() == wanted.keys()
     for name in held.keys() - but:
         steps, values = zip(*wanted[name], strict=True)
@@ -156,7 +155,7 @@ def test_a_full_disk_is_a_warning(
     """At the beginning or later: said once, the training goes on, and the next start makes up for it."""
     with monkeypatch.context() as patch:
         opened = os.fdopen
-        patch.setattr(writers.os, "fdopen", lambda *a: _FullFile(opened(*a), room))
+        patch.setattr(reporter.os, "fdopen", lambda *a: _FullFile(opened(*a), room))
         code, _, err = command(log)
     assert code == 0, err
     assert (
@@ -225,7 +224,7 @@ def test_weights_and_biases_offline(
     assert "Weights & Biases" not in err
     [file] = tmp_path.rglob("*.wandb")
     history = _wandb_history(file)
-    wanted = _of(log)
+    wanted = _curves_of(log)
     assert history["metrics/loss"] == pytest.approx(dict(wanted["metrics/loss"]))
     assert history["evaluations/loss"] == pytest.approx(dict(wanted["evaluations/loss"]))
 

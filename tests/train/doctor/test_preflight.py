@@ -24,9 +24,7 @@ from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
 from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.doctor.check import Check
-from rollbook.train.doctor.correction import kept_share
-from rollbook.train.doctor.preflight import preflight
-from rollbook.train.doctor.recorded import read_recorded, rewards
+from rollbook.train.doctor.preflight import kept_share, preflight, read_recorded, rewards
 from rollbook.train.doctor.reward_function import statistics_of
 from rollbook.train.model.memory import parameters
 from rollbook.train.model.shape import read_shape
@@ -186,8 +184,8 @@ def read_once(
     readers: tuple[Callable[..., Any], Callable[..., References]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Configurations that ask one store the same share one reading of it."""
-    monkeypatch.setattr("rollbook.train.doctor.recorded.connect_at", readers[0])
-    monkeypatch.setattr("rollbook.train.batches.recipe_result.find_references", readers[1])
+    monkeypatch.setattr("rollbook.train.doctor.preflight.connect_at", readers[0])
+    monkeypatch.setattr("rollbook.train.batches.units.find_references", readers[1])
 
 
 @pytest.mark.usefixtures("read_once")
@@ -356,6 +354,16 @@ def test_memory_counts_every_model() -> None:
         assert memory.said.startswith(f"{count * each / 2**30:.2f} GiB of state, ")
 
 
+def test_factors_that_no_weights_can_have() -> None:
+    """Of an output that is the embedding: the check of the model is red, and names the key."""
+    lora = {"targets": ["q_proj", "lm_head"]}
+    check = _checks(None, lora=lora)["model"]
+    assert (check.verdict, check.lever) == ("red", "lora.targets")
+    assert "output is its embedding (tie_word_embeddings)" in check.said
+    untied = _checks(None, lora=lora, model=str(fabric.untied_folder()))
+    assert (untied["model"].verdict, untied["memory"].verdict) == ("green", "green")
+
+
 @pytest.mark.usefixtures("read_once")
 def test_memory_of_a_forward_pass(log: Store) -> None:
     """Padded, samples times the longest; packed, the tokens that are named, or the longest sample."""
@@ -418,7 +426,7 @@ def _routed(log: Store, positions: Sequence[int]) -> Store:
 @pytest.mark.usefixtures("read_once")
 @pytest.mark.more_but("positions1-*", "positions3-*")
 @pytest.mark.parametrize(
-    ("positions", "verdict", "said"),
+    ("positions", "verdict", "summary"),
     [
         ((3, 3, 3, 3), "green", "75% of the recorded tokens have experts"),
         (
@@ -430,11 +438,11 @@ def _routed(log: Store, positions: Sequence[int]) -> Store:
         ((), "red", "no token is recorded"),
     ],
 )
-def test_experts_to_replay(store: Store, positions: Any, verdict: str, said: str) -> None:
+def test_experts_to_replay(store: Store, positions: Any, verdict: str, summary: str) -> None:
     """How much of what is recorded has some; nothing is said where nobody asks."""
     log, model = _routed(store, positions), str(mixtures.mixture("qwen3_moe")[0])
     check = _checks(log, model=model, routing_replay=True)["routing"]
-    assert (check.verdict, check.said) == (verdict, said)
+    assert (check.verdict, check.said) == (verdict, summary)
     assert "routing" not in _checks(log, model=model)
     dense = _checks(log, routing_replay=True)["routing"]
     assert (dense.verdict, dense.said) == ("red", "the model has no experts")

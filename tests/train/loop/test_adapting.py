@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -25,19 +25,15 @@ ADAPTING = {
 }
 
 
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
-
-
 def test_each_step_follows_from_the_one_before(recorded: Stores) -> None:
     """The first with the configuration's; a restart in between changes nothing; steps replay."""
     whole, broken = recorded("whole"), recorded("broken")
     fabric.train(whole, fabric.config(fabric.GRPO, algorithm=ADAPTING))
     for steps in (1, 2, 3):
         fabric.train(broken, fabric.config(fabric.GRPO, algorithm=ADAPTING, steps=steps))
-    plans, steps_of = _of(whole, StepPlanned), _of(whole, StepCommitted)
-    assert [p.algorithm for p in plans] == [p.algorithm for p in _of(broken, StepPlanned)]
-    assert [s.digests for s in steps_of] == [s.digests for s in _of(broken, StepCommitted)]
+    plans, steps_of = records_of(whole, StepPlanned), records_of(whole, StepCommitted)
+    assert [p.algorithm for p in plans] == [p.algorithm for p in records_of(broken, StepPlanned)]
+    assert [s.digests for s in steps_of] == [s.digests for s in records_of(broken, StepCommitted)]
     assert (plans[0].algorithm["kl"], plans[0].algorithm["reward_moments"]) == (0.5, None)
     for before, done, plan in zip(plans, steps_of, plans[1:], strict=False):
         args = (before.algorithm["kl"], done.metrics["kl"], 1e-6, done.metrics["samples"], 16)

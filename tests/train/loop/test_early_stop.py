@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import EvalFinished, StepCommitted
-from rollbook.train.config.config import parse_config
-from rollbook.train.config.evaluation import StopRule
+from rollbook.train.config.config import StopRule, parse_config
 from rollbook.train.loop.judge import EarlyStop, judged_by
 
 
@@ -75,7 +74,7 @@ def test_a_value_that_is_missing_or_not_finite_is_passed_over() -> None:
     fired = early.fired()
     assert fired is not None
     assert fired.values == [(0, 0.5), (3, 0.25)]
-    assert fired.said() == "entropy was 0.5, 0.25: below 1"
+    assert fired.text() == "entropy was 0.5, 0.25: below 1"
 
 
 def test_the_past_counts() -> None:
@@ -91,11 +90,11 @@ def test_the_past_counts() -> None:
     fired = early.fired()
     assert fired is not None
     assert fired.rule.metric == "evaluation.loss"
-    assert fired.said() == "evaluation.loss was 9, and never better than 2 at version 0"
+    assert fired.text() == "evaluation.loss was 9, and never better than 2 at version 0"
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "reason"),
     [
         ({"metric": "loss"}, "exactly one of above, below and better (got none)"),
         (
@@ -112,12 +111,12 @@ def test_the_past_counts() -> None:
         ),
     ],
 )
-def test_a_rule_that_is_wrong(rule: dict[str, Any], said: str) -> None:
+def test_a_rule_that_is_wrong(rule: dict[str, Any], reason: str) -> None:
     """Is an error that names it, when the CONFIG is read."""
     values = {"model": "m", "steps": 3, "algorithm": {"name": "sft"}, "stop": [rule]}
     with pytest.raises(ConfigError, match="stop") as raised:
         parse_config(values, "train.toml")
-    assert said in str(raised.value)
+    assert reason in str(raised.value)
 
 
 def test_an_algorithm_of_ones_own_may_measure_anything() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -24,16 +25,12 @@ EVERY_2 = {"evaluation": {"every": 2}}
 RISES_TWICE = {"metric": "evaluation.loss", "better": "lower", "patience": 2}
 
 
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
-
-
 def _losses(log: Store) -> dict[int, float]:
-    return {record.policy_version: record.metrics["loss"] for record in _of(log, EvalFinished)}
+    return {record.policy_version: record.metrics["loss"] for record in records_of(log, EvalFinished)}
 
 
 def _digests(log: Store) -> list[Any]:
-    return [record.digests for record in _of(log, StepCommitted)]
+    return [record.digests for record in records_of(log, StepCommitted)]
 
 
 def _taught(path: Path, held_out: int = 5, *, contrary: bool = False) -> Store:
@@ -65,13 +62,13 @@ def test_the_loss_of_held_out_samples(tmp_path: Path) -> None:
     """Of the version before the first step, every second one, and the last: as transformers has it."""
     log = _taught(tmp_path / "store")
     fabric.train(log, fabric.config(fabric.SFT, steps=5, checkpoint_every=1, **EVERY_2))
-    evaluations = _of(log, EvalFinished)
+    evaluations = records_of(log, EvalFinished)
     assert [record.policy_version for record in evaluations] == [0, 2, 4, 5]
     assert {(record.samples, record.tokens, record.trajectories) for record in evaluations} == {(5, 15, 0)}
-    assert evaluations[0].cut == _of(log, rb.events.StepPlanned)[0].cut
+    assert evaluations[0].cut == records_of(log, rb.events.StepPlanned)[0].cut
     paths = [[1, s, s + 1, s + 2, 2] for s in (8 + 9 * i for i in range(5))]
     for version, loss in _losses(log).items():
-        [path] = {c.path for c in _of(log, CheckpointWritten) if c.policy_version == version}
+        [path] = {c.path for c in records_of(log, CheckpointWritten) if c.policy_version == version}
         assert loss == pytest.approx(_mean_nll(log.path / path, paths), rel=1e-5)
     assert _losses(log)[5] < 0.9 * _losses(log)[0], "it learns to count"
 
@@ -83,7 +80,7 @@ def test_training_does_not_notice(tmp_path: Path) -> None:
     rules = [{"metric": "evaluation.loss", "above": 1e9}, {"metric": "gradient_norm", "below": 0.0}]
     fabric.train(watched, fabric.config(fabric.SFT, steps=4, evaluation={"every": 1}, stop=rules))
     assert _digests(watched) == _digests(plain)
-    assert len(_of(watched, EvalFinished)) == 5
+    assert len(records_of(watched, EvalFinished)) == 5
     assert replay_step(watched, 3).bit_for_bit
 
 
@@ -104,10 +101,13 @@ def test_at_most_so_many_samples(tmp_path: Path) -> None:
     fabric.train(log, fabric.config(fabric.SFT, steps=1, evaluation={"every": 9, "max_samples": 4}))
     other = _taught(tmp_path / "other", 9)
     fabric.train(other, fabric.config(fabric.SFT, steps=1, seed=8, evaluation={"every": 9, "max_samples": 4}))
-    assert {record.samples for record in (*_of(log, EvalFinished), *_of(other, EvalFinished))} == {4}
+    assert {
+        record.samples for record in (*records_of(log, EvalFinished), *records_of(other, EvalFinished))
+    } == {4}
     assert _losses(log)[0] != _losses(other)[0]
 
 
+@pytest.mark.more
 def test_held_out_pairs(tmp_path: Path) -> None:
     """DPO: how the policy rates held-out preferences; the reference itself rates all alike."""
     log = rb.open(tmp_path / "store", create=True)
@@ -120,7 +120,7 @@ def test_held_out_pairs(tmp_path: Path) -> None:
     fabric.append(log, records)
     dpo = {"name": "dpo", "batch_size": 4, "beta": 0.5}
     fabric.train(log, fabric.config(fabric.SFT, steps=4, algorithm=dpo, optimizer={"lr": 0.01}, **EVERY_2))
-    first, *_, last = _of(log, EvalFinished)
+    first, *_, last = records_of(log, EvalFinished)
     assert (first.samples, first.policy_version, last.policy_version) == (6, 0, 4)
     assert first.metrics["loss"] == pytest.approx(math.log(2))
     assert (first.metrics["preference_accuracy"], first.metrics["preference_margin"]) == (0, 0)
@@ -140,7 +140,7 @@ def test_rewards_of_held_out_trajectories(
     log = recorded()
     settings = fabric.config(fabric.GRPO, steps=1, evaluation={"every": 1})
     fabric.train(log, settings)
-    [first] = _of(log, EvalFinished)
+    [first] = records_of(log, EvalFinished)
     assert (first.policy_version, first.metrics, first.trajectories, first.samples) == (
         0,
         {"reward": 1.0},
@@ -157,7 +157,7 @@ def test_rewards_of_held_out_trajectories(
     fabric.append(log, records)
     fabric.append(log, fabric.records("elsewhere", turns, split="eval", reward=9.0), run="another")
     fabric.train(log, settings.model_copy(update={"steps": 2}))
-    last = _of(log, EvalFinished)[-1]
+    last = records_of(log, EvalFinished)[-1]
     assert (last.policy_version, last.metrics, last.trajectories) == (1, {"reward": 0.375, "success": 0.5}, 2)
     assert (last.oldest_version, last.newest_version) == (1, 1)
     with rb.connect(log.path) as connection:
@@ -172,10 +172,10 @@ def test_a_restart_evaluates_what_is_missing(tmp_path: Path) -> None:
     fabric.append(log, fabric.records("later", [fabric.T(version=None)], split="eval"))
     settings = fabric.config(fabric.SFT, steps=5, **EVERY_2)
     fabric.train(log, settings)
-    assert [record.policy_version for record in _of(log, EvalFinished)] == [2, 4, 5]
+    assert [record.policy_version for record in records_of(log, EvalFinished)] == [2, 4, 5]
     fabric.train(log, settings)
     fabric.train(log, settings.model_copy(update={"steps": 6}))
-    evaluations = _of(log, EvalFinished)
+    evaluations = records_of(log, EvalFinished)
     assert [record.policy_version for record in evaluations] == [2, 4, 5, 6]
     assert {(record.samples, record.cut) for record in evaluations} == {(5, evaluations[0].cut)}
 
@@ -187,7 +187,7 @@ def test_on_the_tail_it_is_what_was_there_at_first(tmp_path: Path) -> None:
 
     def later() -> None:
         deadline = time.monotonic() + 60
-        while not _of(log, EvalFinished) and time.monotonic() < deadline:
+        while not records_of(log, EvalFinished) and time.monotonic() < deadline:
             time.sleep(0.05)
         turn = fabric.T([1, 8], [9, 10, 2], None, None, None)
         records = fabric.records("later", [turn], split="eval") + fabric.teacher_records(12, "more")
@@ -199,7 +199,7 @@ def test_on_the_tail_it_is_what_was_there_at_first(tmp_path: Path) -> None:
     fabric.train(log, settings, "tail")
     recorder.join()
     fabric.train(log, settings.model_copy(update={"steps": 4}), "tail")
-    evaluations = _of(log, EvalFinished)
+    evaluations = records_of(log, EvalFinished)
     assert [record.policy_version for record in evaluations] == [0, 1, 2, 3, 4]
     assert {(record.samples, record.cut) for record in evaluations} == {(5, evaluations[0].cut)}
 
@@ -220,7 +220,7 @@ def test_samples_of_another_run(tmp_path: Path) -> None:
     turn = fabric.T([1, 8], [9, 10, 2], None, None, None)
     fabric.append(log, fabric.records("q", [turn], split="eval"), run="benchmark")
     fabric.train(log, fabric.config(fabric.SFT, steps=1, evaluation={"source_runs": ["benchmark"]}))
-    assert [(r.samples, r.tokens) for r in _of(log, EvalFinished)] == [(1, 3), (1, 3)]
+    assert [(r.samples, r.tokens) for r in records_of(log, EvalFinished)] == [(1, 3), (1, 3)]
 
 
 def test_overfitting_stops_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,13 +229,13 @@ def test_overfitting_stops_early(tmp_path: Path, capsys: pytest.CaptureFixture[s
     rule = RISES_TWICE
     settings = fabric.config(fabric.SFT, evaluation={"every": 1}, stop=[rule])
     fabric.train(log, settings)
-    [stop], losses = _of(log, StopFired), list(_losses(log).values())
+    [stop], losses = records_of(log, StopFired), list(_losses(log).values())
     assert stop.policy_version == len(losses) - 1 < 9
     assert stop.rule == rule
     assert [point["value"] for point in stop.values] == losses[-3:]
     assert min(losses) == losses[-3]
     assert f"stopped early after {stop.policy_version} of 9 steps" in capsys.readouterr().err
-    assert [c for c in _of(log, CheckpointWritten) if c.policy_version == stop.policy_version]
+    assert [c for c in records_of(log, CheckpointWritten) if c.policy_version == stop.policy_version]
     before = log.head()
     fabric.train(log, settings)
     assert "stopped early after" in capsys.readouterr().err
@@ -248,7 +248,7 @@ def test_without_the_rule_it_goes_on(tmp_path: Path) -> None:
     log, free = (_taught(tmp_path / name, contrary=True) for name in ("store", "free"))
     settings = fabric.config(fabric.SFT, evaluation={"every": 1}, stop=[RISES_TWICE])
     fabric.train(log, settings)
-    assert len(_of(log, StopFired)) == 1
+    assert len(records_of(log, StopFired)) == 1
     fabric.train(log, settings.model_copy(update={"stop": ()}))
     fabric.train(free, fabric.config(fabric.SFT))
     assert _digests(log) == _digests(free)
@@ -258,14 +258,14 @@ def test_a_rule_about_steps(tmp_path: Path) -> None:
     """The loss is below a bound twice in a row."""
     log = _taught(tmp_path / "store")
     fabric.train(log, fabric.config(fabric.SFT, steps=6))
-    losses = [record.metrics["loss"] for record in _of(log, StepCommitted)]
+    losses = [record.metrics["loss"] for record in records_of(log, StepCommitted)]
     bound = float(np.sort(losses)[3]) + 1e-9
     held = [a < bound and b < bound for a, b in pairwise(losses)]
     other = _taught(tmp_path / "other")
     rule = {"metric": "loss", "below": bound, "patience": 2}
     fabric.train(other, fabric.config(fabric.SFT, steps=6, stop=[rule]))
-    assert len(_of(other, StepCommitted)) == held.index(True) + 2
-    assert _of(other, StopFired)[0].values == [
+    assert len(records_of(other, StepCommitted)) == held.index(True) + 2
+    assert records_of(other, StopFired)[0].values == [
         {"policy_version": version, "value": losses[version - 1]}
         for version in (held.index(True) + 1, held.index(True) + 2)
     ]
@@ -278,19 +278,20 @@ def test_a_rule_waits_for_the_batch_in_hand(recorded: Callable[..., Store]) -> N
     rule = {"metric": "gradient_norm", "above": 0.0}
     settings = fabric.config(fabric.GRPO, steps=4, algorithm=twice, stop=[rule], evaluation={"every": 1})
     fabric.train(log, settings)
-    assert [record.step for record in _of(log, StepCommitted)] == [0, 1]
-    assert [record.policy_version for record in _of(log, StopFired)] == [2]
+    assert [record.step for record in records_of(log, StepCommitted)] == [0, 1]
+    assert [record.policy_version for record in records_of(log, StopFired)] == [2]
     assert fabric.steps_of(log).in_hand() == []
 
 
+@pytest.mark.more
 def test_abandoned_versions_do_not_count(tmp_path: Path) -> None:
     """Their evaluations and stops are none of the training's any more: it goes on, and stops anew."""
     log = _taught(tmp_path / "store", contrary=True)
     settings = fabric.config(fabric.SFT, checkpoint_every=1, evaluation={"every": 1}, stop=[RISES_TWICE])
     fabric.train(log, settings)
-    [stop] = _of(log, StopFired)
+    [stop] = records_of(log, StopFired)
     fabric.train(log, settings, abandon_after=stop.policy_version - 1)
-    current, again = fabric.steps_of(log), _of(log, StopFired)
+    current, again = fabric.steps_of(log), records_of(log, StopFired)
     assert len(again) == 2
     assert [record.policy_version for record in current.stops] == [again[1].policy_version]
     assert again[1].policy_version > stop.policy_version

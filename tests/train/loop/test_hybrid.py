@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -24,10 +25,6 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
-
-
 @pytest.mark.more_but("grpo-False")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", TRAININGS)
@@ -39,13 +36,13 @@ def test_the_update_is_one_over_all(recorded: Stores, name: str, packed: bool) -
     for log, mode in zip(logs, ("async", "hybrid"), strict=True):
         settings = fabric.config(fabric.GRPO, **changes, mode=mode, num_iters_per_train_update=3)
         fabric.train(log, settings, "tail")
-    whole, parts = (_of(log, StepPlanned) for log in logs)
+    whole, parts = (records_of(log, StepPlanned) for log in logs)
     assert [plan.samples for plan in parts] == [plan.samples for plan in whole]
     first = parts[0].rollout_batch
     assert len(first["iterations"]) == 3
     assert sum(first["iterations"]) == len(first["samples"])
     assert all(plan.rollout_batch is None or "iterations" not in plan.rollout_batch for plan in whole)
-    for ours, theirs in zip(*(_of(log, StepCommitted) for log in logs), strict=True):
+    for ours, theirs in zip(*(records_of(log, StepCommitted) for log in logs), strict=True):
         for key, value in fabric.computed(ours.metrics).items():
             expected = value if value is None else pytest.approx(value, rel=1e-5, abs=1e-6)
             assert theirs.metrics[key] == expected, key

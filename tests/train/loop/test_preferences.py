@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -17,7 +18,7 @@ from rollbook.store import Store
 from rollbook.store.errors import ConfigError, IdleError, TrainError
 from rollbook.store.events import PreferenceAdded, SampleDropped, StepCommitted, StepPlanned
 from rollbook.store.upkeep.erase import erase_trajectory
-from rollbook.train.batches.recipe_result import apply_recipe
+from rollbook.train.batches.units import apply_recipe
 from rollbook.train.config.config import parse_config
 
 Stores = Callable[..., Store]
@@ -25,17 +26,13 @@ FROM_REWARDS = {"name": "dpo", "pairs": "rewards", "group_size": 4, "batch_size"
 STEADY = {"lr": 0.01}
 
 
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
-
-
 def _used(log: Store) -> list[list[str]]:
     """The trajectories of each step, in their order."""
-    return [[ref["trajectory_id"] for ref in plan.samples] for plan in _of(log, StepPlanned)]
+    return [[ref["trajectory_id"] for ref in plan.samples] for plan in records_of(log, StepPlanned)]
 
 
 def _dropped(log: Store) -> Counter[str]:
-    return Counter(drop.rule for drop in _of(log, SampleDropped))
+    return Counter(drop.rule for drop in records_of(log, SampleDropped))
 
 
 def _rewarded(path: Path) -> Store:
@@ -64,7 +61,7 @@ def test_the_best_and_the_worst_of_each_group(tmp_path: Path) -> None:
     assert _used(log) == [["a1", "a0", "b0", "b3"], ["d1", "d0"]]
     assert _dropped(log) == {"several_paths": 2, "unpaired": 5, "zero_variance": 4}
     assert [replay_step(log, step).bit_for_bit for step in (0, 1)] == [True, True]
-    first = _of(log, StepCommitted)[0].metrics
+    first = records_of(log, StepCommitted)[0].metrics
     assert (first["preference_accuracy"], first["preference_margin"]) == (0.0, 0.0), (
         "policy and reference agree"
     )
@@ -117,7 +114,7 @@ def test_recorded_preferences_in_epochs(tmp_path: Path) -> None:
     for first in range(0, 6, 2):
         assert len(pairs[first]) == 3
         assert {*pairs[first], *pairs[first + 1]} == all_of_them
-    metrics = [step.metrics for step in _of(log, StepCommitted)]
+    metrics = [step.metrics for step in records_of(log, StepCommitted)]
     assert metrics[0]["loss"] == pytest.approx(math.log(2))
     assert metrics[-1]["loss"] < 0.6 * metrics[0]["loss"]
     assert metrics[-1]["preference_accuracy"] == 1.0
@@ -157,7 +154,7 @@ def test_a_kill_changes_nothing(tmp_path: Path) -> None:
     with fabric.killed_at(2):
         fabric.train(broken, settings)
     fabric.train(broken, settings)
-    expected, other = ([step.digests for step in _of(log, StepCommitted)] for log in (whole, broken))
+    expected, other = ([step.digests for step in records_of(log, StepCommitted)] for log in (whole, broken))
     assert expected == other
 
 

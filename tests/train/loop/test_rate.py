@@ -17,7 +17,7 @@ COSINE = {"lr": 1e-2, "decay": "cosine"}
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "done", "before", "said"),
+    ("optimizer", "done", "before", "announced"),
     [
         (COSINE, 5, 5, True),
         (COSINE, 5, 10, False),
@@ -28,13 +28,13 @@ COSINE = {"lr": 1e-2, "decay": "cosine"}
     ],
 )
 def test_a_changed_rate_is_announced_in_the_middle_of_a_training(
-    optimizer: Any, done: int, before: int | None, said: bool
+    optimizer: Any, done: int, before: int | None, announced: bool
 ) -> None:
     """Of this same training, in the middle of it, where the schedule ends at another step than before."""
     config = fabric.config(fabric.SFT, steps=10, optimizer=optimizer)
     opened = None if before is None else RunOpened("train", config.as_json() | {"steps": before})
     message = rate_change(config, opened, done, lambda step, steps: 1.0 - step / steps)
-    assert (message is not None) == said
+    assert (message is not None) == announced
     if message is not None:
         assert "steps is 10 and was 5, which moves the end of the cosine schedule" in message
         assert "the learning rate of the next step is 0.5, where it was to be 0 (" in message

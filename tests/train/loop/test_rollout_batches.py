@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -46,10 +47,6 @@ def whole(recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathF
     return log
 
 
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
-
-
 @given(st.integers(1, 30), st.integers(1, 3), st.integers(1, 5), st.integers(0, 2**31))
 def test_each_epoch_is_a_permutation(count: int, epochs: int, parts: int, seed: int) -> None:
     """Parts of sizes that differ by one at most; every sample once in each epoch; one step takes all in
@@ -69,7 +66,7 @@ def test_each_epoch_is_a_permutation(count: int, epochs: int, parts: int, seed: 
 def test_each_step_has_a_manifest(whole: Store) -> None:
     """Each sample is consumed twice; the first manifest names all of the batch; checkpoints come between
     batches."""
-    plans = _of(whole, StepPlanned)
+    plans = records_of(whole, StepPlanned)
     entries = [plan.rollout_batch for plan in plans]
     assert [(entry["first_step"], entry["number"], entry["steps"]) for entry in entries] == [
         (first, number, 4) for first in (0, 4) for number in range(4)
@@ -81,29 +78,30 @@ def test_each_step_has_a_manifest(whole: Store) -> None:
         assert used == Counter(dict.fromkeys(batch, 2))
         assert {plan.cut for plan in plans[first : first + 4]} == {plans[first].cut}
     assert [plan.policy_version for plan in plans] == list(range(8))
-    assert [c.policy_version for c in _of(whole, CheckpointWritten)] == [0, 4, 8]
-    weights = [step.digests["weights"] for step in _of(whole, StepCommitted)]
+    assert [c.policy_version for c in records_of(whole, CheckpointWritten)] == [0, 4, 8]
+    weights = [step.digests["weights"] for step in records_of(whole, StepCommitted)]
     assert len(set(weights)) == 8
 
 
 def test_ratios_are_taken_to_the_batchs_beginning(whole: Store) -> None:
     """The first step's ratio is 1 and its reference the run's model; the later ones move away from
     both."""
-    metrics = [step.metrics for step in _of(whole, StepCommitted)]
+    metrics = [step.metrics for step in records_of(whole, StepCommitted)]
     for first in (0, 4):
         for ratio in ("ratio_min", "ratio_max"):  # other padding, other sums
             assert metrics[first][ratio] == pytest.approx(1, abs=1e-5)
         assert metrics[first]["old_kl"] < 1e-10 < metrics[first + 1]["old_kl"]
     assert metrics[0]["kl"] < 1e-10
     assert 0 < metrics[1]["kl"] < metrics[7]["kl"]
-    digests = [step.digests for step in _of(whole, StepCommitted)]
+    digests = [step.digests for step in records_of(whole, StepCommitted)]
     assert all(
         {"proximal_logprobs", "reference_logprobs", "importance_weights"} <= each.keys() for each in digests
     )
-    inputs = [plan.input_digests for plan in _of(whole, StepPlanned)]
+    inputs = [plan.input_digests for plan in records_of(whole, StepPlanned)]
     assert {each["reference_weights"] for each in inputs} == {inputs[0]["input_weights"]}
 
 
+@pytest.mark.more_but("3", "6")
 @pytest.mark.parametrize("step", [0, 2, 3, 6])
 def test_every_step_replays(whole: Store, step: int) -> None:
     """From the checkpoint before its rollout batch, with the same experience."""
@@ -132,18 +130,19 @@ def test_a_kill_in_the_middle_changes_nothing(
     assert replay_step(broken, 7).bit_for_bit
 
 
+@pytest.mark.more
 def test_abandoned_steps_free_the_whole_batch(recorded: Stores, settings: Any) -> None:
     """Another configuration cannot go on from the middle of a batch, only from before it, with all of its
     samples."""
     log = recorded()
     with fabric.killed_at(6, Killed):
         fabric.train(log, settings)
-    begun = _of(log, StepPlanned)[4].rollout_batch["samples"]
+    begun = records_of(log, StepPlanned)[4].rollout_batch["samples"]
     other = fabric.config(fabric.GRPO, steps=2)
     with pytest.raises(TrainError, match="no checkpoint of version 6 to start from"):
         fabric.train(log, other)
     fabric.train(log, other, abandon_after=4)
-    last = _of(log, StepPlanned)[-2:]
+    last = records_of(log, StepPlanned)[-2:]
     assert [(plan.step, plan.rollout_batch) for plan in last] == [(6, None), (7, None)]
     used = {ref["turn_id"] for plan in last for ref in plan.samples}
     assert {ref["turn_id"] for ref in begun} <= used
@@ -167,14 +166,14 @@ def test_a_step_that_is_not_finite_leaves_the_rest(
 
     monkeypatch.setattr("rollbook.train.loop.trainer.run_step", spoils)
     fabric.train(log, settings.model_copy(update={"on_not_finite": "skip", "steps": 3}))
-    plans = _of(log, StepPlanned)
+    plans = records_of(log, StepPlanned)
     assert [(p.step, p.attempt, p.rollout_batch["number"]) for p in plans] == [
         (0, 1, 0),
         (0, 2, 1),
         (1, 1, 2),
         (2, 1, 3),
     ]
-    dropped = {d.turn_id for d in _of(log, SampleDropped) if d.rule == "not_finite"}
+    dropped = {d.turn_id for d in records_of(log, SampleDropped) if d.rule == "not_finite"}
     assert dropped == {ref["turn_id"] for ref in plans[0].samples}
     assert plans[1].rollout_batch["samples"] == plans[0].rollout_batch["samples"]
     assert replay_step(log, 2).bit_for_bit
@@ -186,4 +185,4 @@ def test_a_missing_reference_is_told_before_a_step_is_planned(recorded: Stores) 
     message = r"algorithm.reference_version 7: run 'demo' has no checkpoint of that version"
     with pytest.raises(TrainError, match=message):
         fabric.train(log, fabric.config(fabric.GRPO, algorithm=PPO | {"reference_version": 7}, steps=4))
-    assert not _of(log, StepPlanned)
+    assert not records_of(log, StepPlanned)

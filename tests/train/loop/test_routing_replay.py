@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.fakes.models import mixtures
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook import store as rb
 from rollbook.replay.step.step import replay_step
@@ -23,10 +24,6 @@ from rollbook.store.sql.query import connect
 Stores = Callable[..., Store]
 EACH = pytest.mark.parametrize("family", mixtures.FAMILIES)
 HOT = 0.8
-
-
-def _of(log: Store, kind: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if isinstance(e.record, kind)]
 
 
 @functools.cache
@@ -71,7 +68,7 @@ def _settings(family: str, **changes: Any) -> Any:
 def test_the_engine_s_logprobs_are_the_trainer_s(store: Store, family: str) -> None:
     """The gap is what is left of float32; by the trainer's own routing it is not. All is replayed."""
     fabric.train(_recorded(store, family), _settings(family))
-    [plan], [done] = _of(store, StepPlanned), _of(store, StepCommitted)
+    [plan], [done] = records_of(store, StepPlanned), records_of(store, StepCommitted)
     assert plan.routing_replay
     assert done.metrics["engine_logprob_gap"] < 1e-5
     assert done.metrics["own_routing_logprob_gap"] > 0.05
@@ -86,7 +83,7 @@ def test_the_engine_s_logprobs_are_the_trainer_s(store: Store, family: str) -> N
 def test_without_it_nothing_is_replayed(store: Store, family: str) -> None:
     """The same records and the same engine: the gap is that of the trainer's own routing."""
     fabric.train(_recorded(store, family), _settings(family, routing_replay=False))
-    [plan], [done] = _of(store, StepPlanned), _of(store, StepCommitted)
+    [plan], [done] = records_of(store, StepPlanned), records_of(store, StepCommitted)
     assert not plan.routing_replay
     assert done.metrics["engine_logprob_gap"] > 0.05
     assert "routed_experts" not in done.digests
@@ -101,7 +98,7 @@ def test_the_own_choice_is_a_step_without_replay(tmp_path: Path, family: str) ->
     for replayed in (True, False):
         log = _recorded(rb.open(tmp_path / f"{replayed}", create=True), family, 2, own=True)
         fabric.train(log, _settings(family, routing_replay=replayed))
-        digests.append(_of(log, StepCommitted)[0].digests)
+        digests.append(records_of(log, StepCommitted)[0].digests)
     assert digests[0].keys() - digests[1].keys() == {"routed_experts"}
     assert {stage: digests[0][stage] for stage in digests[1]} == digests[1]
 
@@ -133,7 +130,7 @@ def test_steps_replay_bit_for_bit(store: Store, family: str, how: str) -> None:
         result = replay_step(log, step)
         assert result.bit_for_bit, result.differs_in
         assert result.stages["routed_experts"].verdict == "equal"
-    first = _of(log, StepCommitted)[0].metrics
+    first = records_of(log, StepCommitted)[0].metrics
     assert first["kl"] > 0.01
     assert first["old_kl"] < (1e-3 if "bfloat16" in how else 1e-9)
 
@@ -151,7 +148,7 @@ def _odd(experts: ExpertIds, fault: str) -> dict[str, Any]:
 FAULTS = {"layers": "1 of 3", "topk": "2 of 2", "expert": "expert 8", "twice": "one expert twice"}
 
 
-@pytest.mark.more_but("expert-cut", "layers-tail")
+@pytest.mark.more_but("expert-cut")
 @pytest.mark.parametrize("source", ["cut", "tail"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_records_that_do_not_fit_are_dropped(store: Store, fault: str, source: str) -> None:
@@ -165,14 +162,14 @@ def test_records_that_do_not_fit_are_dropped(store: Store, fault: str, source: s
     for i in range(2):
         fabric.append(log, fabric.records(f"plain{i}", group="odd", reward=0.0))
     fabric.train(log, _settings("qwen3_moe"), source)
-    [plan], [drop] = _of(log, StepPlanned), _of(log, SampleDropped)
+    [plan], [drop] = records_of(log, StepPlanned), records_of(log, SampleDropped)
     trained = {ref["trajectory_id"] for ref in plan.samples}
     assert {"good", "plain0", "plain1"} == {name for name in trained if not name.startswith("g0")}
     assert (drop.trajectory_id, drop.rule) == ("bad", "misrouted")
     assert drop.detail["record"].startswith("turn bad.0: ")
     assert FAULTS[fault] in drop.detail["record"]
-    assert _of(log, StepFailed) == []
-    share = _of(log, StepCommitted)[0].metrics["routing_replayed"]
+    assert records_of(log, StepFailed) == []
+    share = records_of(log, StepCommitted)[0].metrics["routing_replayed"]
     assert 0.8 < share < 1.0
     assert replay_step(log, 0).bit_for_bit
 
@@ -196,11 +193,12 @@ def test_a_training_that_was_cut_off_goes_on(store: Store) -> None:
     with fabric.killed_at(2):
         fabric.train(log, _settings("qwen3_moe", steps=3, checkpoint_every=9))
     fabric.train(log, _settings("qwen3_moe", steps=3, checkpoint_every=9))
-    assert [plan.step for plan in _of(log, StepPlanned)] == [0, 1, 2, 2]
-    phases = {plan.phase for plan in _of(log, StepPlanned)}
+    assert [plan.step for plan in records_of(log, StepPlanned)] == [0, 1, 2, 2]
+    phases = {plan.phase for plan in records_of(log, StepPlanned)}
     assert len(phases) == 1
 
 
+@pytest.mark.more
 def test_a_critic_chooses_for_itself(tmp_path: Path) -> None:
     """Its values, losses and gradients are those of a step without replay; the policy's logprobs are not."""
     digests = []
@@ -209,7 +207,7 @@ def test_a_critic_chooses_for_itself(tmp_path: Path) -> None:
         algorithm = {"name": "ppo", "groups": 8}
         fabric.train(log, _settings("qwen3_moe", routing_replay=replayed, algorithm=algorithm))
         assert replay_step(log, 0).bit_for_bit
-        digests.append(_of(log, StepCommitted)[0].digests)
+        digests.append(records_of(log, StepCommitted)[0].digests)
     for stage in ("values", "value_losses", "critic_gradients"):
         assert digests[0][stage] == digests[1][stage]
     assert digests[0]["logprobs"] != digests[1]["logprobs"]

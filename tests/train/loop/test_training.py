@@ -8,11 +8,11 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import trainer_records
 
 from rollbook.store import Store
 from rollbook.store.catalog import Catalog
@@ -27,11 +27,6 @@ INPUT_STAGES = ("input_weights", "input_optimizer", "rng")
 Stores = Callable[..., Store]
 
 
-def _of(log: Store, *kinds: type[Any]) -> list[Any]:
-    """The trainer's records of these kinds, in order."""
-    return [e.record for e in log.events() if e.lane == "train" and isinstance(e.record, kinds)]
-
-
 def _final(log: Store, run: str = "demo") -> tuple[int, str, str]:
     """The last committed step's version, weights digest and optimizer digest."""
     last = [e.record for e in log.events() if isinstance(e.record, StepCommitted) and e.run == run][-1]
@@ -43,14 +38,14 @@ def _final(log: Store, run: str = "demo") -> tuple[int, str, str]:
 
 def test_supervised_training_lowers_the_loss(trained: Stores) -> None:
     """Supervised training learns: the last steps' loss is well below the first's, which is near chance."""
-    losses = [s.metrics["loss"] for s in _of(trained(), StepCommitted)[:9]]
+    losses = [s.metrics["loss"] for s in trainer_records(trained(), StepCommitted)[:9]]
     assert losses[0] > 0.9 * math.log(100)
     assert max(losses[-3:]) < 0.8 * losses[0]
 
 
 def test_every_step_is_planned_and_then_committed(trained: Stores) -> None:
     """Plans and commits alternate, with rising steps and versions, without gaps, attempts at 1."""
-    records = _of(trained(), StepPlanned, StepCommitted)
+    records = trainer_records(trained(), StepPlanned, StepCommitted)
     assert [r.KIND for r in records] == ["step.planned", "step.committed"] * 12
     assert [r.step for r in records] == [n for n in range(12) for _ in range(2)]
     assert [r.policy_version for r in records] == [n + k for n in range(12) for k in range(2)]
@@ -61,7 +56,7 @@ def test_every_step_is_planned_and_then_committed(trained: Stores) -> None:
 def test_the_manifest_is_complete(trained: Stores) -> None:
     """Every field that decides a step's bits is in its plan, with the configuration's values."""
     log = trained()
-    plans, known = _of(log, StepPlanned), log.head()["serve"]
+    plans, known = trainer_records(log, StepPlanned), log.head()["serve"]
     for plan in plans:
         sft = plan.step < 9
         values = fabric.config(fabric.SFT if sft else fabric.GRPO)
@@ -86,7 +81,7 @@ def test_the_manifest_is_complete(trained: Stores) -> None:
 def test_every_stage_has_a_digest(trained: Stores) -> None:
     """A commit holds a digest of each stage after the input ones, and the input follows the output."""
     log = trained()
-    commits, plans = _of(log, StepCommitted), _of(log, StepPlanned)
+    commits, plans = trainer_records(log, StepCommitted), trainer_records(log, StepPlanned)
     for done in commits:
         assert set(done.digests) == set(fabric.EVERY_STEPS_STAGES) - set(INPUT_STAGES)
         assert all(len(d) == 64 for d in done.digests.values())
@@ -102,23 +97,23 @@ def test_every_stage_has_a_digest(trained: Stores) -> None:
 def test_checkpoints_are_what_the_log_says(trained: Stores) -> None:
     """Checkpoints come every so often and at each end; each loads and has the digest of its version."""
     log = trained()
-    written, published = _of(log, CheckpointWritten), _of(log, PolicyPublished)
+    written, published = trainer_records(log, CheckpointWritten), trainer_records(log, PolicyPublished)
     assert [c.policy_version for c in written] == [0, 4, 8, 9, 11, 12]
     assert [(p.policy_version, p.path) for p in published] == [(c.policy_version, c.path) for c in written]
-    weights = {s.policy_version: s.digests["weights"] for s in _of(log, StepCommitted)}
+    weights = {s.policy_version: s.digests["weights"] for s in trainer_records(log, StepCommitted)}
     for record in written[1:]:
         assert record.weights_digest == weights[record.policy_version]
         assert read_checkpoint(log.path / record.path).optimizer is not None
     checkpoints = Catalog.of(log.path).rows()["checkpoints"]
     assert [row["policy_version"] for row in checkpoints] == [0, 4, 8, 9, 11, 12]
-    opened = _of(log, RunOpened)
+    opened = trainer_records(log, RunOpened)
     assert [o.config["algorithm"]["name"] for o in opened] == ["sft", "grpo"]
 
 
 def test_epochs_are_counted_out(trained: Stores) -> None:
     """9 steps of 6 over 18 samples are 3 epochs: every teacher sample three times, nothing else."""
     log = trained()
-    plans = _of(log, StepPlanned)[:9]
+    plans = trainer_records(log, StepPlanned)[:9]
     used = Counter(ref["turn_id"] for plan in plans for ref in plan.samples)
     assert used == {f"teach{i}.1": 3 for i in range(18)}
 
@@ -126,13 +121,13 @@ def test_epochs_are_counted_out(trained: Stores) -> None:
 def test_offline_grpo_takes_whole_groups_once(trained: Stores) -> None:
     """6 groups in 3 steps of 2: every sample of every group once, with advantages that differ."""
     log = trained()
-    plans = _of(log, StepPlanned)[9:]
+    plans = trainer_records(log, StepPlanned)[9:]
     used = [ref["turn_id"] for plan in plans for ref in plan.samples]
     expected = [s.leaf_turn_id for s in all_samples(log.trajectories().values()) if s.split == "train"]
     assert sorted(used) == sorted(expected)
     groups = [{ref["trajectory_id"].split(".")[0] for ref in plan.samples} for plan in plans]
     assert groups == [{"g0", "g1"}, {"g2", "g3"}, {"g4", "g5"}]
-    for done in _of(log, StepCommitted)[9:]:
+    for done in trainer_records(log, StepCommitted)[9:]:
         assert done.metrics["gradient_norm"] > 0
         assert done.metrics["reward"] == pytest.approx(0.75, abs=0.2)
         assert done.metrics["stale_logprob_gap"] > 0
@@ -143,7 +138,7 @@ def test_evaluation_is_never_trained(trained: Stores) -> None:
     log = trained()
     evaluated = {s.trajectory_id for s in all_samples(log.trajectories().values()) if s.split == "eval"}
     assert evaluated == {"held-out"}
-    named = {ref["trajectory_id"] for plan in _of(log, StepPlanned) for ref in plan.samples}
+    named = {ref["trajectory_id"] for plan in trainer_records(log, StepPlanned) for ref in plan.samples}
     assert not named & evaluated
 
 
@@ -152,17 +147,17 @@ def test_a_run_is_decided_by_its_log(recorded: Stores, trained: Stores) -> None:
     again, other = recorded("again"), recorded("other")
     fabric.train(again, fabric.config(fabric.SFT))
     fabric.train(other, fabric.config(fabric.SFT, seed=4))
-    expected = _of(trained(), StepCommitted)[8].digests
-    assert _of(again, StepCommitted)[8].digests == expected
-    assert _of(other, StepCommitted)[8].digests["weights"] != expected["weights"]
+    expected = trainer_records(trained(), StepCommitted)[8].digests
+    assert trainer_records(again, StepCommitted)[8].digests == expected
+    assert trainer_records(other, StepCommitted)[8].digests["weights"] != expected["weights"]
 
 
 def test_a_finished_run_has_nothing_to_do(trained: Stores) -> None:
     """Training again takes no step and writes no checkpoint; more `steps` take just the rest."""
     log = trained()
-    before = len(_of(log, StepPlanned, CheckpointWritten))
+    before = len(trainer_records(log, StepPlanned, CheckpointWritten))
     fabric.train(log, fabric.config(fabric.GRPO))
-    assert len(_of(log, StepPlanned, CheckpointWritten)) == before
+    assert len(trainer_records(log, StepPlanned, CheckpointWritten)) == before
     fabric.append(log, fabric.rollout_records(2, 4, first=6))
     with pytest.raises(TrainError, match=r"3 of 4 steps; the log at serve=402,train=27 fills no further one"):
         fabric.train(log, fabric.config(fabric.GRPO, steps=4))
@@ -184,7 +179,7 @@ def test_online_waits_for_what_is_to_come(recorded: Stores) -> None:
     with pytest.raises(TrainError):
         fabric.train(log, settings, "tail")
     assert _final(log)[0] == 4
-    plan = _of(log, StepPlanned)[-1]
+    plan = trainer_records(log, StepPlanned)[-1]
     candidates = [s for s in all_samples(log.trajectories().values()) if is_candidate(s, settings.recipe)]
     groups = {s.leaf_turn_id: s.group for s in candidates}
     assert [groups[ref["turn_id"]] for ref in plan.samples] == ["g6"] * 6 + ["g7"] * 6
@@ -242,6 +237,7 @@ def test_one_trainer_a_policy(
     assert fabric.steps_of(log).next_step == 0
 
 
+@pytest.mark.more
 def test_configurations_may_alternate(recorded: Stores, capsys: pytest.CaptureFixture[str]) -> None:
     """A, then B, then A again: A goes on from B's weights, with Adam anew; a finished A rests."""
     log = recorded()
@@ -252,7 +248,7 @@ def test_configurations_may_alternate(recorded: Stores, capsys: pytest.CaptureFi
     assert "nothing to do" in capsys.readouterr().err
     assert _final(log)[0] == 4
     fabric.train(log, fabric.config(fabric.SFT, steps=3))
-    plans, commits = _of(log, StepPlanned), _of(log, StepCommitted)
+    plans, commits = trainer_records(log, StepPlanned), trainer_records(log, StepCommitted)
     assert [p.phase.partition("#")[2] for p in plans] == ["", "", "", "", "2"]
     assert plans[4].phase.partition("#")[0] == plans[0].phase
     assert plans[4].input_digests["input_weights"] == commits[3].digests["weights"]
@@ -279,7 +275,7 @@ def test_a_checkpoint_in_bfloat16_is_widened(recorded: Stores, tmp_path: Path) -
     (model / "config.json").write_text((model / "config.json").read_text().replace("float32", "bfloat16"))
     log = recorded()
     fabric.train(log, fabric.config(fabric.SFT, steps=1, model=str(model)))
-    folder = log.path / _of(log, CheckpointWritten)[0].path
+    folder = log.path / trainer_records(log, CheckpointWritten)[0].path
     held = read_checkpoint(folder).weights
     assert all(torch.equal(held[n], t.float()) for n, t in narrow.items())
     assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import trainer_records
 
 from rollbook import store as rb
 from rollbook.store import Store
@@ -15,10 +16,6 @@ from rollbook.store.errors import TrainError
 from rollbook.store.events import RunOpened, SampleDropped, StepCommitted
 
 Stores = Callable[..., Store]
-
-
-def _of(log: Store, *kinds: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if e.lane == "train" and isinstance(e.record, kinds)]
 
 
 def _refused(log: Store, settings: Any) -> list[str]:
@@ -60,7 +57,7 @@ def test_groups_that_were_used(trained: Stores) -> None:
         "  18 are of split 'teacher' (recipe.splits: train; to train on them: recipe.splits = [\"teacher\"])",
         "  1 are of split 'eval' (recipe.splits: train)",
     ]
-    assert len(_of(log, StepCommitted)) == 12
+    assert len(trainer_records(log, StepCommitted)) == 12
 
 
 def test_every_reason_has_its_line(tmp_path: Path) -> None:
@@ -110,9 +107,9 @@ def test_an_epoch_without_samples(recorded: Stores) -> None:
     stale = {"splits": ["train"], "max_staleness": 0}
     lines = _refused(log, fabric.config(fabric.SFT, recipe=stale))
     assert "  24 are dropped by the rule staleness" in lines
-    assert len({drop.turn_id for drop in _of(log, SampleDropped)}) >= 24
-    assert len(_of(log, StepCommitted)) == 1
-    assert len(_of(log, RunOpened)) == 2
+    assert len({drop.turn_id for drop in trainer_records(log, SampleDropped)}) >= 24
+    assert len(trainer_records(log, StepCommitted)) == 1
+    assert len(trainer_records(log, RunOpened)) == 2
 
 
 def test_an_empty_log(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ LR, DECAY = 0.02, 0.1
 MATRICES = {"self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}
 
 
-def _of(log: Store) -> list[Any]:
+def _committed(log: Store) -> list[Any]:
     return [event.record for event in log.events() if isinstance(event.record, StepCommitted)]
 
 
@@ -87,7 +87,7 @@ def test_it_learns_and_replays(recorded: Stores) -> None:
     whole = recorded()
     optimizer = fabric.SFT["optimizer"] | {"name": "muon"}
     fabric.train(whole, fabric.config(fabric.SFT, optimizer=optimizer))
-    losses = [step.metrics["loss"] for step in _of(whole)]
+    losses = [step.metrics["loss"] for step in _committed(whole)]
     assert losses[-1] < 0.75 * losses[0]
     assert [replay_step(whole, step).differs_in for step in (0, 5, 8)] == [None] * 3
 
@@ -100,7 +100,7 @@ def test_a_restart_has_its_momentum(recorded: Stores) -> None:
     fabric.train(whole, fabric.config(fabric.SFT, steps=5, **changes))
     for steps in range(1, 6):
         fabric.train(broken, fabric.config(fabric.SFT, steps=steps, **changes))
-    assert [s.digests for s in _of(whole)] == [s.digests for s in _of(broken)]
+    assert [s.digests for s in _committed(whole)] == [s.digests for s in _committed(broken)]
 
 
 def test_a_critic_may_have_it(recorded: Stores) -> None:
@@ -109,7 +109,7 @@ def test_a_critic_may_have_it(recorded: Stores) -> None:
     algorithm = {"name": "ppo", "groups": 8}
     critic = {"name": "muon", "lr": 0.01}
     fabric.train(log, fabric.config(fabric.GRPO, steps=2, algorithm=algorithm, critic=critic))
-    assert len({step.digests["critic_weights"] for step in _of(log)}) == 2
+    assert len({step.digests["critic_weights"] for step in _committed(log)}) == 2
     assert replay_step(log, 1).bit_for_bit
 
 

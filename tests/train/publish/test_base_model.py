@@ -66,6 +66,7 @@ def test_a_trainer_goes_on_with_another_model(recorded: Callable[..., Store], ot
     assert steps(log) == 3
 
 
+@pytest.mark.more_but("another run")
 @pytest.mark.parametrize("of", ["another run", "the run of another store"])
 def test_a_run_from_an_exported_model_begins_at_version_0(
     recorded: Callable[..., Store], trained: Callable[..., Store], tmp_path: Path, of: str

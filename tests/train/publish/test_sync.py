@@ -66,6 +66,7 @@ def _sft(steps: int, **sync: Any) -> Any:
     return fabric.config(fabric.SFT, steps=steps, checkpoint_every=2, optimizer={"lr": 1e-2}, **changes)
 
 
+@pytest.mark.more_but("tensor-checkpoints0")
 @pytest.mark.parametrize(("transport", "checkpoints"), [("tensor", [0, 2, 3]), ("disk", [0, 1, 2, 3])])
 def test_every_version_goes_to_the_engine(
     recorded: Callable[..., Store], start: Start, transport: str, checkpoints: list[int]
@@ -243,7 +244,7 @@ def test_training_goes_on_while_weights_travel(
     assert (app.paused, version_in(app.weight_version)) == (None, 4)
 
 
-@pytest.mark.more_but("tensor")
+@pytest.mark.more
 @pytest.mark.parametrize("transport", ["tensor", "disk"])
 def test_engines_beside_checkpoints_of_shards(
     recorded: Callable[..., Store], start: Start, transport: str

@@ -22,6 +22,7 @@ import psutil
 import pytest
 import torch
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.cli.train.training import run_train
 from rollbook.engines.weights.digests import read_weights
@@ -35,10 +36,6 @@ from rollbook.train.ranks.ray_ranks import Room, launch_by_ray
 pytestmark = pytest.mark.ranks
 Stores = Callable[..., Store]
 SGD_LIKE = {"lr": 1e-4, "eps": 1.0, "clip_grad": 0.0}
-
-
-def _of(log: Store, kind: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if isinstance(e.record, kind)]
 
 
 @pytest.fixture(scope="module")
@@ -118,13 +115,13 @@ def test_a_training_is_that_of_one_rank(recorded: Stores, mark: str) -> None:
     settings = fabric.config(fabric.SFT, steps=2, optimizer=SGD_LIKE)
     fabric.train(single, settings)
     _place(two, settings)
-    for ours, theirs in zip(_of(two, StepCommitted), _of(single, StepCommitted), strict=True):
+    for ours, theirs in zip(records_of(two, StepCommitted), records_of(single, StepCommitted), strict=True):
         for metric in ("loss", "gradient_norm"):
             assert ours.metrics[metric] == pytest.approx(theirs.metrics[metric], rel=1e-5, abs=1e-6)
-    weights = [read_weights(log.path / _of(log, CheckpointWritten)[-1].path) for log in (single, two)]
+    weights = [read_weights(log.path / records_of(log, CheckpointWritten)[-1].path) for log in (single, two)]
     assert weights[0].keys() == weights[1].keys()
     assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 1e-6
-    assert _of(two, StepPlanned)[0].environment["parallel"]["data"] == 2
+    assert records_of(two, StepPlanned)[0].environment["parallel"]["data"] == 2
     assert [replay_step(two, step).differs_in for step in (0, 1)] == [None, None]
 
 
@@ -158,11 +155,11 @@ def test_a_rank_that_dies_or_hangs(
         with pytest.raises(RankError, match=message):
             _place(log, settings)
     assert _ranks(mark) == []
-    (failed,) = _of(log, StepFailed)
+    (failed,) = records_of(log, StepFailed)
     assert failed.step == 1
     assert "rank 1" in failed.error
     _place(log, settings)
-    assert [step.step for step in _of(log, StepCommitted)] == [0, 1]
+    assert [step.step for step in records_of(log, StepCommitted)] == [0, 1]
     assert replay_step(log, 1).differs_in is None
 
 
@@ -173,7 +170,7 @@ def test_there_is_no_room(recorded: Stores, mark: str) -> None:
     with pytest.raises(RankError, match=r"asked for 3 x 1 CPU by PACK.* has 2 CPU on 1 node, 2 of them free"):
         _place(log, fabric.config(fabric.SFT), ranks=3, within_s=1.0)
     assert time.monotonic() - began < 20
-    assert _of(log, StepPlanned) == []
+    assert records_of(log, StepPlanned) == []
 
 
 def test_what_a_rank_is_sent(cluster: str, mark: str, monkeypatch: pytest.MonkeyPatch) -> None:

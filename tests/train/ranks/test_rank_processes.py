@@ -13,21 +13,18 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, RankError, RankLostError
 from rollbook.store.events import StepCommitted, StepFailed, StepPlanned
 from rollbook.train.ranks.launch import Launched
-from rollbook.train.ranks.launcher import Place, place_in
 from rollbook.train.ranks.meeting import MeetingPoint
+from rollbook.train.ranks.ranks import Place, place_in
 
 pytestmark = pytest.mark.ranks
 Stores = Callable[..., Store]
-
-
-def _of(log: Store, kind: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if isinstance(e.record, kind)]
 
 
 def _children() -> list[int]:
@@ -64,11 +61,11 @@ def test_a_rank_that_dies_or_hangs(
         with pytest.raises(RankLostError, match=message):
             fabric.train(log, settings, ranks=2)
     assert _children() == []
-    (failed,) = _of(log, StepFailed)
+    (failed,) = records_of(log, StepFailed)
     assert failed.step == 1
     assert "rank 1" in failed.error
     fabric.train(log, settings, ranks=2)
-    assert [step.step for step in _of(log, StepCommitted)] == [0, 1]
+    assert [step.step for step in records_of(log, StepCommitted)] == [0, 1]
     assert replay_step(log, 1).differs_in is None
 
 
@@ -79,7 +76,7 @@ def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch, recorded: St
     log = recorded()
     with pytest.raises(RankError, match=r"rank 1 ended with exit code 1; its last words:\n  no such GPU"):
         fabric.train(log, fabric.config(fabric.SFT, steps=1), ranks=2)
-    assert _of(log, StepPlanned) == []
+    assert records_of(log, StepPlanned) == []
 
 
 def test_ranks_end_with_the_first(tmp_path: Path) -> None:
@@ -122,8 +119,8 @@ def test_torchrun_starts_them_too(recorded: Stores, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert _of(log, StepPlanned)[0].environment["parallel"]["data"] == 2
-    assert len(_of(log, StepCommitted)) == 1
+    assert records_of(log, StepPlanned)[0].environment["parallel"]["data"] == 2
+    assert len(records_of(log, StepCommitted)) == 1
 
 
 def test_ranks_that_cannot_be(recorded: Stores) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.engines.weights.digests import read_weights
 from rollbook.replay.step.step import replay_step
@@ -20,17 +21,13 @@ pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm_ranks")]
 Stores = Callable[..., Store]
 
 
-def _of(log: Store, kind: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if isinstance(e.record, kind)]
-
-
 def _weights(log: Store) -> dict[str, Any]:
-    return read_weights(log.path / _of(log, CheckpointWritten)[-1].path)
+    return read_weights(log.path / records_of(log, CheckpointWritten)[-1].path)
 
 
 def _same(log: Store, other: Store) -> None:
     """Losses and gradient norms of the steps, and the weights at the end, to rounding."""
-    for first, second in zip(_of(log, StepCommitted), _of(other, StepCommitted), strict=True):
+    for first, second in zip(records_of(log, StepCommitted), records_of(other, StepCommitted), strict=True):
         for metric in ("loss", "gradient_norm", "entropy", "trained_tokens", "reward"):
             ours, theirs = (record.metrics.get(metric) or 0.0 for record in (first, second))
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6), metric
@@ -89,7 +86,7 @@ def test_a_training_is_that_of_one_rank(
     log = recorded()
     fabric.train(log, _settings(sizes)[training], ranks=count)
     _same(log, of_one[training])
-    plans = _of(log, StepPlanned)
+    plans = records_of(log, StepPlanned)
     copies = 2 if layout == "data 2" else 1
     parallel = {"data": copies, "tensor": sizes.get("tensor", 1), "pipeline": sizes.get("pipeline", 1)}
     assert all(plan.environment["parallel"] == parallel for plan in plans)
@@ -119,14 +116,14 @@ def test_bfloat16(recorded: Stores, layout: str) -> None:
     ]
     fabric.train(logs[0], settings[0])
     fabric.train(logs[1], settings[1], ranks=count)
-    for record, other in zip(*(_of(log, StepCommitted) for log in logs), strict=True):
+    for record, other in zip(*(records_of(log, StepCommitted) for log in logs), strict=True):
         for metric in ("loss", "gradient_norm"):
             assert other.metrics[metric] == pytest.approx(record.metrics[metric], rel=0.03), metric
     fabric.train(logs[1], fabric.config(fabric.SFT, steps=3, optimizer=SGD_LIKE, dtype="bfloat16"))
     assert [replay_step(logs[1], step).differs_in for step in (1, 2)] == [None, None]
     states = [
         load_file(logs[1].path / record.path / "optimizer.safetensors")
-        for record in _of(logs[1], CheckpointWritten)[1:]
+        for record in records_of(logs[1], CheckpointWritten)[1:]
     ]
     mains = [{key: state[key] for key in state if key.endswith(".main")} for state in states]
     assert len(mains) == 2
@@ -147,7 +144,7 @@ def test_ppo_with_its_critic(recorded: Stores, sizes: dict[str, Any]) -> None:
         fabric.train(log, fabric.config(fabric.GRPO, **changes, parallel=parallel), ranks=ranks)
         logs.append(log)
     _same(*logs)
-    values = [[step.metrics["value_loss"] for step in _of(log, StepCommitted)] for log in logs]
+    values = [[step.metrics["value_loss"] for step in records_of(log, StepCommitted)] for log in logs]
     assert values[0] == pytest.approx(values[1], rel=1e-5)
     assert replay_step(logs[1], 1).differs_in is None
 
@@ -158,7 +155,7 @@ def test_it_goes_on_in_another_layout(recorded: Stores, of_one: dict[str, Store]
     fabric.train(log, fabric.config(fabric.SFT, steps=1, optimizer=SGD_LIKE), ranks=2)
     fabric.train(log, fabric.config(fabric.SFT, steps=2, optimizer=SGD_LIKE, parallel={"tensor": 2}), ranks=2)
     _same(log, of_one["sft"])
-    assert [p.environment["parallel"]["data"] for p in _of(log, StepPlanned)] == [2, 1]
+    assert [p.environment["parallel"]["data"] for p in records_of(log, StepPlanned)] == [2, 1]
     assert replay_step(log, 1).differs_in is None
 
 
@@ -173,7 +170,7 @@ def test_more_ranks_than_samples(recorded: Stores) -> None:
         )
         logs.append(log)
     _same(*logs)
-    assert [len(rank) for rank in _of(logs[1], StepPlanned)[0].partition] == [1, 0]
+    assert [len(rank) for rank in records_of(logs[1], StepPlanned)[0].partition] == [1, 0]
 
 
 def test_steps_between_are_of_another_layout(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("warm_ranks")]
 LORA = LoraConfig(rank=4, alpha=8.0)
-ADAPTED = "qwen3-tied with factors"
-MODELS = ("qwen2", "qwen3-tied", "qwen3_moe", "gpt_oss", "gemma3", ADAPTED)
+OF_OUTPUT = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "o_proj", "lm_head"))
+LORAS = {"qwen3-tied with factors": LORA, "qwen3-untied with factors of the output": OF_OUTPUT}
+MODELS = ("qwen2", "qwen3-tied", "qwen3_moe", "gpt_oss", "gemma3", *LORAS)
+TIED = {
+    "qwen3-tied with factors of the output, too": OF_OUTPUT,
+    "qwen3-tied with factors of the output alone": LoraConfig(rank=4, targets=("lm_head",)),
+}
+"""Their products cannot be merged into the weights."""
 SPARSE = ("qwen3_moe", "gpt_oss")
 OPTIMIZER = OptimizerConfig(lr=0.01, weight_decay=0.01)
 
@@ -85,18 +91,18 @@ def _folder(folders: Path, model: str) -> Path:
 
 
 def _policy(ranks: Ranks, folders: Path, model: str) -> Policy:
-    folder, lora = _folder(folders, model), LORA if model == ADAPTED else None
+    folder, lora = _folder(folders, model), (LORAS | TIED).get(model)
     policy = ranks.policy("actor", read_shape(folder), OPTIMIZER, Build(9, CPU, 0, 1, lora=lora))
     policy.load_weights(read_weights(folder))
     if lora is not None:
-        policy.load_adapter(_factors(folder))
+        policy.load_adapter(_factors(folder, lora))
     return policy
 
 
-def _factors(folder: Path) -> dict[str, torch.Tensor]:
+def _factors(folder: Path, lora: LoraConfig) -> dict[str, torch.Tensor]:
     """Factors in the middle of a training: none is 0."""
     generator = torch.Generator().manual_seed(5)
-    fresh = fresh_factors(read_shape(folder), LORA, 0).items()
+    fresh = fresh_factors(read_shape(folder), lora, 0).items()
     return {name: torch.randn(t.shape, generator=generator) / 10 if not t.any() else t for name, t in fresh}
 
 
@@ -144,6 +150,37 @@ def _next(policy: Policy) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return torch.cat([t.flatten() for t in losses]), {n: t.clone() for n, t in policy.stream_weights()}
 
 
+@dataclass(frozen=True)
+class Glance:
+    """A step of a policy whose weights are not asked for."""
+
+    logits: list[torch.Tensor]
+    losses: list[torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    rate: float
+    norm: float
+    adapter: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+
+
+def _glance(policy: Policy) -> Glance:
+    """On packed samples, behind a forward pass on padded ones."""
+    logits = policy.forward(BATCH, read_logits)
+    losses = policy.forward_backward(PACKED, _loss(PACKED))
+    gradients = {name: tensor.clone() for name, tensor in policy.stream_gradients()}
+    rate = policy.learning_rate(0)
+    norm = policy.optimizer_step(rate)
+    adapter = {name: tensor.clone() for name, tensor in policy.adapter().items()}
+    state = {name: tensor.clone() for name, tensor in policy.optimizer_state().items()}
+    return Glance(logits, losses, gradients, rate, norm, adapter, state)
+
+
+@pytest.fixture(scope="session")
+def tied_of_one(model_folders: Path) -> dict[str, Glance]:
+    """As `of_one`, of models whose output is their embedding and has factors."""
+    return {name: _glance(_policy(Ranks(), model_folders, name)) for name in TIED}
+
+
 @pytest.fixture(scope="session")
 def of_one(model_folders: Path) -> dict[str, Course]:
     """Each model's course on one rank; before the others, since this process is rank 0 of those."""
@@ -151,7 +188,9 @@ def of_one(model_folders: Path) -> dict[str, Course]:
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def spread(request: pytest.FixtureRequest, of_one: dict[str, Course]) -> Iterator[tuple[str, Ranks]]:
+def spread(
+    request: pytest.FixtureRequest, of_one: dict[str, Course], tied_of_one: dict[str, Glance]
+) -> Iterator[tuple[str, Ranks]]:
     """The ranks of a layout, started once for all tests of it."""
     count, sizes = LAYOUTS[request.param]
     with Ranks(ParallelConfig(**sizes, timeout_s=120.0), count) as ranks:
@@ -212,15 +251,39 @@ def test_it_computes_what_one_rank_does(
         assert _moments(ranks) == pytest.approx(_moments_said(ranks), rel=0.02), model
 
 
+def test_an_output_that_is_the_embedding(
+    spread: tuple[str, Ranks], model_folders: Path, tied_of_one: dict[str, Glance]
+) -> None:
+    """Factors of the output alone, or of layers too: logits, losses, gradients, their norm, and factors and
+    moments after a step. The weights are refused, and the ranks stay usable."""
+    layout, ranks = spread
+    for model in TIED if "expert" not in layout else ():
+        policy, single = _policy(ranks, model_folders, model), tied_of_one[model]
+        glance = _glance(policy)
+        for ours, theirs in ((glance.logits, single.logits), (glance.losses, single.losses)):
+            assert [t.shape for t in ours] == [t.shape for t in theirs]
+            assert max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) < 1e-5
+        _close(single.gradients, glance.gradients, 1e-5)
+        assert glance.rate == single.rate > 0
+        assert glance.norm == pytest.approx(single.norm, rel=1e-5)
+        _close(single.state, glance.state, 1e-4)
+        apart = torch.cat([(t - glance.adapter[n]).abs().flatten() for n, t in single.adapter.items()])
+        assert float((apart > 1e-5).float().mean()) < 0.02
+        with pytest.raises(ModelError, match="output is its embedding"):
+            policy.weights_digest()
+        policy.load_optimizer_state(single.state)
+        assert policy.optimizer_digest().digest == digest_tensors(single.state)
+
+
 def test_it_gives_its_weights_back(spread: tuple[str, Ranks], model_folders: Path) -> None:
     """Bit for bit, in the plan's order; also after a stream that nobody went on with."""
     layout, ranks = spread
     for model in _models(layout):
         policy, weights = _policy(ranks, model_folders, model), read_weights(_folder(model_folders, model))
-        if model == ADAPTED:
-            factors = _factors(_folder(model_folders, model))
+        if (lora := LORAS.get(model)) is not None:
+            factors = _factors(_folder(model_folders, model), lora)
             assert digest_tensors(policy.adapter()) == digest_tensors(factors)
-            weights = dict(merged(weights.items(), factors, LORA.scale))
+            weights = dict(merged(weights.items(), factors, policy.shape, lora))
         begun = list(itertools.islice(policy.stream_weights(), 2))
         assert all(torch.equal(tensor, weights[name]) for name, tensor in begun)
         streamed = {name: tensor.clone() for name, tensor in policy.stream_weights()}
@@ -252,7 +315,7 @@ def test_a_state_goes_on_from_another_layout(
     layout, ranks = spread
     for model in _models(layout):
         policy, single = _policy(ranks, model_folders, model), of_one[model]
-        if model == ADAPTED:
+        if model in LORAS:
             policy.load_adapter(single.adapter)
         else:
             policy.load_weights(single.weights)

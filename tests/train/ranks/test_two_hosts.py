@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -32,10 +33,6 @@ NAMES = tuple(f"rollbook-{os.getpid()}-{number}" for number in (0, 1))
 ADDRESSES = ("10.203.77.1", "10.203.77.2")
 ROOT = Path(__file__).parents[3]
 TRAINED_S = 200.0
-
-
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
 def _ip(*words: str) -> None:
@@ -122,10 +119,10 @@ def test_they_train(recorded: Stores, started: Callable[..., Nodes]) -> None:
     log = recorded()
     with started(log, steps=2, parallel={"timeout_s": 60.0}) as nodes:
         assert nodes.wait() == [0, 0], nodes.said.read_text()[-3000:]
-    plans = _of(log, StepPlanned)
+    plans = records_of(log, StepPlanned)
     assert [plan.environment["parallel"]["data"] for plan in plans] == [2, 2]
     assert all(part for plan in plans for part in plan.partition)
-    assert len(_of(log, StepCommitted)) == 2
+    assert len(records_of(log, StepCommitted)) == 2
     assert replay_step(log, 1).differs_in is None
 
 
@@ -135,17 +132,17 @@ def test_one_is_lost(recorded: Stores, started: Callable[..., Nodes]) -> None:
     changes = {"steps": 30, "parallel": {"timeout_s": 10.0}, "checkpoint_every": 1}
     with started(log, **changes) as nodes:
         until = time.monotonic() + TRAINED_S
-        while not _of(log, StepCommitted) and time.monotonic() < until:
+        while not records_of(log, StepCommitted) and time.monotonic() < until:
             time.sleep(0.05)
         nodes.kill(1)
         assert nodes.nodes[0].wait(TRAINED_S) != 0
-    (failed,) = _of(log, StepFailed)
+    (failed,) = records_of(log, StepFailed)
     assert "another rank ended, or was waited for in vain" in failed.error
-    done = len(_of(log, StepCommitted))
+    done = len(records_of(log, StepCommitted))
     assert 0 < done < 30
     with started(log, **changes | {"steps": done + 1}) as nodes:
         assert nodes.wait() == [0, 0], nodes.said.read_text()[-3000:]
-    assert [step.step for step in _of(log, StepCommitted)] == list(range(done + 1))
+    assert [step.step for step in records_of(log, StepCommitted)] == list(range(done + 1))
 
 
 def test_the_first_is_lost(recorded: Stores, started: Callable[..., Nodes]) -> None:
@@ -153,7 +150,7 @@ def test_the_first_is_lost(recorded: Stores, started: Callable[..., Nodes]) -> N
     log = recorded()
     with started(log, steps=30, parallel={"timeout_s": 10.0}) as nodes:
         until = time.monotonic() + TRAINED_S
-        while not _of(log, StepCommitted) and time.monotonic() < until:
+        while not records_of(log, StepCommitted) and time.monotonic() < until:
             time.sleep(0.05)
         nodes.kill(0)
         assert nodes.nodes[1].wait(60) != 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 from tests.fakes.stories.versions import fold_versions
 
 from rollbook import store as rb
@@ -33,11 +34,6 @@ from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.loop.trainer import Trainer
 
 Stores = Callable[..., Store]
-
-
-def _of(log: Store, *kinds: type[Any]) -> list[Any]:
-    """The records of these kinds, in order."""
-    return [e.record for e in log.events() if isinstance(e.record, kinds)]
 
 
 def _stop(log: Store, settings: Any, after: int) -> None:
@@ -101,7 +97,7 @@ def gone_back(gone_back_path: Path, tmp_path: Path) -> Store:
 
 def test_it_ends_with_the_weights_of_a_run_that_never_stopped(gone_back: Store, trained: Stores) -> None:
     """The same batches on the same weights and optimizer state, under new numbers."""
-    plans, commits = _of(gone_back, StepPlanned), _of(gone_back, StepCommitted)
+    plans, commits = records_of(gone_back, StepPlanned), records_of(gone_back, StepCommitted)
     assert [(p.step, p.attempt, p.policy_version) for p in plans] == [
         *((step, 1, step) for step in range(6)),
         *((step, 1, step + 1) for step in range(6, 11)),
@@ -109,27 +105,27 @@ def test_it_ends_with_the_weights_of_a_run_that_never_stopped(gone_back: Store, 
     assert [c.policy_version for c in commits] == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
     whole = trained()
     kept = [plan.samples for plan in [*plans[:4], *plans[6:]]]
-    assert kept == [plan.samples for plan in _of(whole, StepPlanned)[:9]]
+    assert kept == [plan.samples for plan in records_of(whole, StepPlanned)[:9]]
     assert [p.learning_rate for p in [*plans[:4], *plans[6:]]] == [
-        p.learning_rate for p in _of(whole, StepPlanned)[:9]
+        p.learning_rate for p in records_of(whole, StepPlanned)[:9]
     ]
     for stage in ("weights", "optimizer"):
-        assert commits[-1].digests[stage] == _of(whole, StepCommitted)[8].digests[stage]
+        assert commits[-1].digests[stage] == records_of(whole, StepCommitted)[8].digests[stage]
 
 
 def test_what_the_log_says_of_it(gone_back: Store) -> None:
     """Each step by an event, with the checkpoint under its new number, which nothing disputes."""
-    assert _of(gone_back, StepAbandoned) == [
+    assert records_of(gone_back, StepAbandoned) == [
         StepAbandoned(4, 1, "actor", 5, 4, 7),
         StepAbandoned(5, 1, "actor", 6, 4, 7),
     ]
-    written = {c.policy_version: c for c in _of(gone_back, CheckpointWritten)}
+    written = {c.policy_version: c for c in records_of(gone_back, CheckpointWritten)}
     assert list(written) == [0, 4, 7, 11, 12]
     assert written[7].path == "checkpoints/demo/actor/v00000007"
     for name in ("weights_digest", "optimizer_digest", "phase"):
         assert getattr(written[7], name) == getattr(written[4], name)
     assert read_checkpoint(gone_back.path / written[7].path).optimizer is not None
-    published = {p.policy_version: p for p in _of(gone_back, PolicyPublished)}
+    published = {p.policy_version: p for p in records_of(gone_back, PolicyPublished)}
     assert (published[7].parent_version, published[7].weights_digest) == (4, written[4].weights_digest)
     folded = fold_versions(gone_back.events())
     assert folded.disputed == {}
@@ -140,6 +136,7 @@ def test_what_the_log_says_of_it(gone_back: Store) -> None:
     assert [row[0] for row in rows if row[1] == "committed"] == [0, 1, 2, 3, 6, 7, 8, 9, 10]
 
 
+@pytest.mark.more
 def test_replay_of_what_counts_and_of_what_does_not(
     gone_back: Store, cli: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -160,7 +157,7 @@ def test_what_was_consumed_is_waiting_again(
     log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=1)
     before = _terms(log)
     _stop(log, settings, 2)
-    used = [p.samples for p in _of(log, StepPlanned)]
+    used = [p.samples for p in records_of(log, StepPlanned)]
     first, second = (sum(_lengths(log, refs).values()) for refs in used)
     assert _terms(log) == before | {TRAINED: first + second, WAITING: before[WAITING] - first - second}
     with pytest.MonkeyPatch.context() as patch:
@@ -194,12 +191,12 @@ def test_said_again_it_changes_nothing(
     before = gone_back.head()
     err = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 4)
     assert "were abandoned before, and training goes on from it as version 7" in err
-    assert len(_of(gone_back, StepAbandoned)) == 2
+    assert len(records_of(gone_back, StepAbandoned)) == 2
     assert gone_back.head()["train"] == before["train"] + 1, "only run.opened"
     err = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 12)
     assert "no step was committed after version 12" in err
     _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 7)
-    assert [(r.policy_version, r.goes_on_as) for r in _of(gone_back, StepAbandoned)[2:]] == [
+    assert [(r.policy_version, r.goes_on_as) for r in records_of(gone_back, StepAbandoned)[2:]] == [
         (version, 13) for version in (8, 9, 10, 11, 12)
     ]
     err = _go_back(cli, tmp_path, gone_back, fabric.config(fabric.SFT), 4)
@@ -214,7 +211,7 @@ def test_further_back_than_before(
     history = fabric.steps_of(gone_back)
     assert {c.policy_version for c in history.checkpoints} == {0, 13, 15}
     assert [s.committed.policy_version for s in history.steps.values()] == [14, 15]
-    assert history.steps[11].planned.samples == _of(gone_back, StepPlanned)[0].samples
+    assert history.steps[11].planned.samples == records_of(gone_back, StepPlanned)[0].samples
     assert replay_step(gone_back, 12).bit_for_bit
     (tmp_path / "train.toml").write_text(fabric.toml(fabric.config(fabric.SFT, steps=3)))
     command = ("train", tmp_path / "train.toml", "--store", gone_back.path)
@@ -248,14 +245,14 @@ def test_a_machine_that_computes_otherwise(
     """The resume that fails says how to go on, and that goes on, there and without the error."""
     log, settings = recorded(), fabric.config(fabric.SFT)
     _stop(log, settings, 6)
-    run_step = sys.modules["rollbook.train.resume.rerun"].run_step
+    run_step = sys.modules["rollbook.train.resume.restore"].run_step
 
     def noisy(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
         for micro in batch.micro_batches:
             micro.temperatures[:] *= 1.001
         return run_step(policy, settings, batch, **options)
 
-    monkeypatch.setattr("rollbook.train.resume.rerun.run_step", noisy)
+    monkeypatch.setattr("rollbook.train.resume.restore.run_step", noisy)
     with pytest.raises(TrainError, match="without the steps since: --abandon-after 4"):
         fabric.train(log, settings)
     _go_back(cli, tmp_path, log, settings, 4)
@@ -268,7 +265,7 @@ def test_a_used_trajectory_was_erased(
     """The steps since the checkpoint cannot be run again, so they are given up, and its sample is dropped."""
     log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=100)
     _stop(log, settings, 2)
-    used = _of(log, StepPlanned)[1].samples[0]["trajectory_id"]
+    used = records_of(log, StepPlanned)[1].samples[0]["trajectory_id"]
     erase_trajectory(log, used, "a customer asked")
     with pytest.raises(TrainError, match=f"trajectory {used}, .*: --abandon-after 0"):
         fabric.train(log, settings)
@@ -276,9 +273,10 @@ def test_a_used_trajectory_was_erased(
     live = [s.planned.samples for s in fabric.steps_of(log).steps.values()]
     assert len(live) == 3
     assert used not in {ref["trajectory_id"] for refs in live for ref in refs}
-    assert {(d.trajectory_id, d.rule) for d in _of(log, SampleDropped)} == {(used, "erased")}
+    assert {(d.trajectory_id, d.rule) for d in records_of(log, SampleDropped)} == {(used, "erased")}
 
 
+@pytest.mark.more
 def test_another_configuration_from_there(
     recorded: Stores, cli: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
@@ -289,9 +287,9 @@ def test_another_configuration_from_there(
     with pytest.raises(TrainError, match=r"no checkpoint of version 6 .*--abandon-after .*: 0, 4\)"):
         fabric.train(log, lower)
     _go_back(cli, tmp_path, log, lower, 4)
-    plans = _of(log, StepPlanned)[6:]
+    plans = records_of(log, StepPlanned)[6:]
     assert [(p.policy_version, p.optimizer["lr"]) for p in plans] == [(7, 1e-4), (8, 1e-4)]
-    commits = _of(log, StepCommitted)
+    commits = records_of(log, StepCommitted)
     assert plans[0].input_digests["input_weights"] == commits[3].digests["weights"]
     assert plans[0].input_digests["input_optimizer"] != commits[3].digests["optimizer"]
     assert replay_step(log, 7).bit_for_bit
@@ -301,7 +299,7 @@ def test_an_erasure_says_what_it_ends(recorded: Stores, cli: Callable[..., tuple
     """The steps and the resume that need it; only with --yes is it done, and then once more without."""
     log, settings = recorded(), fabric.config(fabric.GRPO, checkpoint_every=2)
     _stop(log, settings, 3)
-    plans = _of(log, StepPlanned)
+    plans = records_of(log, StepPlanned)
     names = [plan.samples[0]["trajectory_id"] for plan in plans]
     command = ("store", "erase", "--store", log.path, "--reason", "asked", "--trajectory")
     before = log.head()
@@ -324,7 +322,7 @@ def test_an_erasure_that_ends_a_resume(recorded: Stores, cli: Callable[..., tupl
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "publish", lambda self: None)
         _stop(log, settings, 2)
-    name = _of(log, StepPlanned)[0].samples[0]["trajectory_id"]
+    name = records_of(log, StepPlanned)[0].samples[0]["trajectory_id"]
     code, _, err = cli("store", "erase", "--store", log.path, "--reason", "asked", "--trajectory", name)
     assert code == 2
     assert "would end the replay of 2 steps (0-1) and going on with the training where it is" in err

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import trainer_records
 
 from rollbook import store as rb
 from rollbook.store import Store
@@ -30,11 +31,6 @@ from rollbook.train.loop.trainer import Trainer
 from rollbook.train.publish.publish import Publisher
 
 Stores = Callable[..., Store]
-
-
-def _of(log: Store, *kinds: type[Any]) -> list[Any]:
-    """The trainer's records of these kinds, in order."""
-    return [e.record for e in log.events() if e.lane == "train" and isinstance(e.record, kinds)]
 
 
 def _final(log: Store, run: str = "demo") -> tuple[int, str, str]:
@@ -102,14 +98,14 @@ def test_a_crash_changes_no_bit(recorded: Stores, trained: Stores, crashes: list
     """Wherever it dies, a restart ends with the weights and optimizer of a run that never did."""
     log, whole = recorded(), trained()
     _train_through_crashes(log, fabric.config(fabric.SFT), crashes)
-    steps, expected = _of(log, StepCommitted), _of(whole, StepCommitted)[:9]
+    steps, expected = trainer_records(log, StepCommitted), trainer_records(whole, StepCommitted)[:9]
     assert [s.policy_version for s in steps] == list(range(1, 10))
     assert [s.digests for s in steps] == [s.digests for s in expected]
     used = Counter(ref["turn_id"] for s in fabric.steps_of(log).steps.values() for ref in s.planned.samples)
     assert used == {f"teach{i}.1": 3 for i in range(18)}
-    assert _of(log, CheckpointWritten)[-1].policy_version == 9, "the end has its checkpoint"
+    assert trainer_records(log, CheckpointWritten)[-1].policy_version == 9, "the end has its checkpoint"
     lost = Counter(step for place, step in crashes if place == "after plan")
-    attempts = {p.step: p.attempt for p in _of(log, StepPlanned)}
+    attempts = {p.step: p.attempt for p in trainer_records(log, StepPlanned)}
     assert attempts == {n: 1 + lost[n] for n in range(9)}
 
 
@@ -121,7 +117,7 @@ def test_the_next_phase_follows_a_crash_at_the_end(recorded: Stores, trained: St
     assert _final(log) == _final(trained())
 
 
-@pytest.mark.more_but("after plan")
+@pytest.mark.more
 @pytest.mark.parametrize("place", ["after plan", "after commit"])
 def test_dropped_groups_are_dropped_again(recorded: Stores, place: str) -> None:
     """Flat groups keep their turn in the step when it is planned again, so the batches are the same."""
@@ -135,7 +131,7 @@ def test_dropped_groups_are_dropped_again(recorded: Stores, place: str) -> None:
     whole, crashed = ([s.planned.samples for s in fabric.steps_of(log).steps.values()] for log in logs)
     assert whole == crashed
     assert _final(logs[0]) == _final(logs[1])
-    drops = [(d.trajectory_id.split(".")[0], d.rule, d.step) for d in _of(logs[0], SampleDropped)]
+    drops = [(d.trajectory_id.split(".")[0], d.rule, d.step) for d in trainer_records(logs[0], SampleDropped)]
     assert Counter(drops) == {("g1", "zero_variance", 0): 6, ("g4", "zero_variance", 1): 6}
 
 
@@ -145,8 +141,8 @@ def test_online_and_offline_take_the_same_steps(recorded: Stores) -> None:
     settings = fabric.config(fabric.GRPO)
     fabric.train(logs[0], settings)
     _train_through_crashes(logs[1], settings, [("after plan", 0), ("after commit", 2)], source="tail")
-    assert [s.digests["weights"] for s in _of(logs[0], StepCommitted)] == [
-        s.digests["weights"] for s in _of(logs[1], StepCommitted)
+    assert [s.digests["weights"] for s in trainer_records(logs[0], StepCommitted)] == [
+        s.digests["weights"] for s in trainer_records(logs[1], StepCommitted)
     ]
 
 
@@ -161,10 +157,10 @@ def test_an_error_in_a_step_is_recorded(recorded: Stores, monkeypatch: pytest.Mo
         patch.setattr("rollbook.train.loop.trainer.run_step", broken)
         with pytest.raises(RuntimeError, match="no memory"):
             fabric.train(log, fabric.config(fabric.SFT, steps=1))
-    assert _of(log, StepFailed) == [StepFailed(0, 1, "actor", "RuntimeError('no memory')")]
+    assert trainer_records(log, StepFailed) == [StepFailed(0, 1, "actor", "RuntimeError('no memory')")]
     fabric.train(log, fabric.config(fabric.SFT, steps=1))
-    assert [(p.step, p.attempt) for p in _of(log, StepPlanned)] == [(0, 1), (0, 2)]
-    assert [(s.step, s.attempt) for s in _of(log, StepCommitted)] == [(0, 2)]
+    assert [(p.step, p.attempt) for p in trainer_records(log, StepPlanned)] == [(0, 1), (0, 2)]
+    assert [(s.step, s.attempt) for s in trainer_records(log, StepCommitted)] == [(0, 2)]
 
 
 def test_resuming_elsewhere_is_refused(recorded: Stores) -> None:
@@ -176,14 +172,14 @@ def test_resuming_elsewhere_is_refused(recorded: Stores) -> None:
         with pytest.raises(Killed):
             fabric.train(log, settings)
     with pytest.MonkeyPatch.context() as patch:
-        run_step = sys.modules["rollbook.train.resume.rerun"].run_step
+        run_step = sys.modules["rollbook.train.resume.restore"].run_step
 
         def noisy(policy: Any, settings: Any, batch: Any, **options: Any) -> Any:
             for micro in batch.micro_batches:
                 micro.temperatures[:] *= 1.001
             return run_step(policy, settings, batch, **options)
 
-        patch.setattr("rollbook.train.resume.rerun.run_step", noisy)
+        patch.setattr("rollbook.train.resume.restore.run_step", noisy)
         with pytest.raises(TrainError, match="running step 0 again differs in logprobs"):
             fabric.train(log, settings)
     fabric.train(log, settings)

@@ -86,7 +86,7 @@ def test_the_same_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "lines"),
     [
         ("deterministic", False, "deterministic kernels are off"),
         ("flags.warn_only", True, "only warn"),
@@ -95,14 +95,14 @@ def test_the_same_environment() -> None:
     ],
 )
 def test_nothing_is_promised_where_even_the_same_environment_is_unsteady(
-    key: str, value: Any, said: str
+    key: str, value: Any, lines: str
 ) -> None:
     """Though no key differs; and where only one side is so, too."""
     unsteady = _with(key, value)
     for recorded, here, where in ((unsteady, unsteady, "as recorded"), (BEFORE, unsteady, "here")):
         result = promise(recorded, here)
         assert not result.bits
-        assert [said in line and line.endswith(f"({where})") for line in result.unsteady] == [True]
+        assert [lines in line and line.endswith(f"({where})") for line in result.unsteady] == [True]
         assert set(result.unsteady) <= set(result.reasons)
     assert promise(_with("variables.OMP_DYNAMIC", "false"), _with("variables.OMP_DYNAMIC", "false")).bits
 

@@ -19,7 +19,7 @@ from rollbook.train.algorithms.policy_gradient import Grpo
 from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.batches.materialize import Materializer
-from rollbook.train.batches.recipe_result import apply_recipe
+from rollbook.train.batches.units import apply_recipe
 from rollbook.train.config.recipe import RecipeConfig, recorded_recipe
 from rollbook.train.select.references import find_references
 from rollbook.train.select.samples import OF_ANOTHER, Sample, samples_of

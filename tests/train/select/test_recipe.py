@@ -20,11 +20,10 @@ from rollbook.train.algorithms.policy_gradient import Grpo
 from rollbook.train.algorithms.registry import PolicyGradient
 from rollbook.train.algorithms.sft import Sft
 from rollbook.train.config.recipe import RecipeConfig
-from rollbook.train.select.path_columns import PathColumns
 from rollbook.train.select.recipe import ModelLimits, is_candidate
 from rollbook.train.select.references import odd_rewards
 from rollbook.train.select.sample_ref import SampleRef
-from rollbook.train.select.samples import Sample, all_samples
+from rollbook.train.select.samples import PathColumns, Sample, all_samples
 from rollbook.train.select.sorting import select
 
 GRPO = Grpo(name="grpo", group_size=2)

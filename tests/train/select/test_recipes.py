@@ -77,7 +77,7 @@ def _named(groups: str, members: str = "0123") -> list[str]:
     return [f"{group}{i}" for group in groups for i in members]
 
 
-@pytest.mark.more_but("---zero_variance", "top_fraction*", "min_reward*")
+@pytest.mark.more_but("---zero_variance", "min_reward*")
 @pytest.mark.parametrize(
     ("recipe", "groups", "used", "dropped"),
     [
@@ -131,6 +131,7 @@ def test_stale_tokens_are_masked(at_version_2: Store) -> None:
     assert replay_step(log, 2).bit_for_bit
 
 
+@pytest.mark.more
 def test_a_share_of_stale_tokens(at_version_2: Store) -> None:
     """At version 2 and a limit of 1, tokens of version 0 are too old: two of three of each sample."""
     log = at_version_2
@@ -361,7 +362,7 @@ def test_what_min_group_cannot_mean(log: Store) -> None:
         fabric.config(fabric.SFT, recipe={"statuses": ["done"]})
 
 
-@pytest.mark.more_but("last-*-cut", "longest-*-tail")
+@pytest.mark.more_but("last-*-cut")
 @pytest.mark.parametrize("source", ["cut", "tail"])
 @pytest.mark.parametrize(
     ("paths", "terms"),
@@ -392,6 +393,7 @@ def test_paths(tmp_path: Path, source: str, paths: str, terms: dict[Any, int]) -
     assert replay_step(log, 0).bit_for_bit
 
 
+@pytest.mark.more
 def test_one_path_is_a_side_of_a_pair(tmp_path: Path) -> None:
     """A trajectory of several paths is no longer ambiguous where one is taken."""
     log = rb.open(tmp_path / "pairs", create=True)

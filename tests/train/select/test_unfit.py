@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -17,10 +18,6 @@ from rollbook.store.fold.trajectory import fold
 from rollbook.train.select.samples import all_samples
 
 Stores = Callable[..., Store]
-
-
-def _of(log: Store, *kinds: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if isinstance(e.record, kinds)]
 
 
 def _odd_group(name: str) -> list[Any]:
@@ -43,16 +40,16 @@ def test_a_group_with_members_that_the_model_cannot_be_given(
     (tmp_path / "train.toml").write_text(fabric.toml(settings))
     code, _, err = cli("train", tmp_path / "train.toml", "--store", store.path, "--source", source)
     assert code == 0, err
-    [plan] = _of(store, StepPlanned)
+    [plan] = records_of(store, StepPlanned)
     assert [ref["trajectory_id"] for ref in plan.samples] == ["a.0", "a.3", "b.0", "b.3"]
-    drops = {(d.trajectory_id, d.rule): d.detail for d in _of(store, SampleDropped)}
+    drops = {(d.trajectory_id, d.rule): d.detail for d in records_of(store, SampleDropped)}
     assert drops == {
         ("a.1", "outside_vocabulary"): {"token": 100, "vocabulary": 100},
         ("a.2", "too_long"): {"tokens": 65, "context": 64},
         ("b.1", "outside_vocabulary"): {"token": 100, "vocabulary": 100},
         ("b.2", "too_long"): {"tokens": 65, "context": 64},
     }
-    assert _of(store, StepFailed) == []
+    assert records_of(store, StepFailed) == []
 
 
 def test_supervised_samples(store: Store, cli: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
@@ -65,12 +62,14 @@ def test_supervised_samples(store: Store, cli: Callable[..., tuple[int, str, str
     command = ("train", tmp_path / "train.toml", "--store", store.path)
     code, _, err = cli(*command)
     assert code == 0, err
-    assert {d.rule for d in _of(store, SampleDropped)} == {
+    assert {d.rule for d in records_of(store, SampleDropped)} == {
         "outside_vocabulary",
         "too_long",
         "nothing_trainable",
     }
-    assert {ref["trajectory_id"] for plan in _of(store, StepPlanned) for ref in plan.samples} == {"a.3"}
+    assert {ref["trajectory_id"] for plan in records_of(store, StepPlanned) for ref in plan.samples} == {
+        "a.3"
+    }
 
 
 def test_the_reasons_are_counted(store: Store) -> None:
@@ -93,6 +92,7 @@ def test_the_reasons_are_counted(store: Store) -> None:
         assert line in text
 
 
+@pytest.mark.more_but("tail")
 @pytest.mark.parametrize("source", ["cut", "tail"])
 def test_a_sample_that_is_cut(store: Store, source: str) -> None:
     """As far as the context goes it is trained on; the manifest says so, and a replay cuts it there, too."""
@@ -110,11 +110,11 @@ def test_a_sample_that_is_cut(store: Store, source: str) -> None:
     recipe = {"too_long": "cut"}
     algorithm = {"name": "grpo", "groups": 1, "group_size": 3}
     fabric.train(store, fabric.config(fabric.GRPO, steps=1, recipe=recipe, algorithm=algorithm), source)
-    [plan], [commit] = _of(store, StepPlanned), _of(store, StepCommitted)
+    [plan], [commit] = records_of(store, StepPlanned), records_of(store, StepCommitted)
     cut = {ref["turn_id"]: ref.get("tokens") for ref in plan.samples}
     assert cut == {"a.0.0": 64, "a.1.0": None, "a.2.1": 64}
     assert commit.metrics["trained_tokens"] == 62 + 40 + (40 + 20)
-    assert _of(store, SampleDropped) == []
+    assert records_of(store, SampleDropped) == []
     assert replay_step(store, 0).differs_in is None
 
 

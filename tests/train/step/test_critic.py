@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook import store as rb
 from rollbook.engines.weights.digests import read_weights
@@ -52,14 +53,10 @@ def whole(recorded_path: Path, settings: Any, tmp_path_factory: pytest.TempPathF
     return log
 
 
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
-
-
 def test_it_learns_and_the_policy_waits(whole: Store) -> None:
     """Values are 0 at first; the policy's weights change only after the steps in which the critic learns
     alone."""
-    plans, steps = _of(whole, StepPlanned), _of(whole, StepCommitted)
+    plans, steps = records_of(whole, StepPlanned), records_of(whole, StepCommitted)
     assert [plan.critic["alone"] for plan in plans] == [True, True, False, False, False, False]
     weights = [plans[0].input_digests["input_weights"], *(step.digests["weights"] for step in steps)]
     assert weights[0] == weights[1] == weights[2]
@@ -73,6 +70,7 @@ def test_it_learns_and_the_policy_waits(whole: Store) -> None:
     assert all(row["gradient_norm"] > 0 for row in metrics)
 
 
+@pytest.mark.more_but("3")
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_steps_replay(whole: Store, step: int) -> None:
     """Bit for bit, the critic's stages too, from checkpoints with the critic in them."""
@@ -90,21 +88,24 @@ def test_a_kill_changes_nothing(recorded: Stores, whole: Store, settings: Any) -
         with fabric.killed_at(step, Killed):
             fabric.train(broken, settings)
     fabric.train(broken, settings)
-    assert [s.digests for s in _of(broken, StepCommitted)] == [s.digests for s in _of(whole, StepCommitted)]
+    assert [s.digests for s in records_of(broken, StepCommitted)] == [
+        s.digests for s in records_of(whole, StepCommitted)
+    ]
 
 
 def test_abandoned_steps_give_the_critic_back(whole: Store, settings: Any, tmp_path: Path) -> None:
     """Gone back to version 4, the next step starts from the critic of then, and replays."""
     log = rb.open(shutil.copytree(whole.path, tmp_path / "store"))
     fabric.train(log, settings, abandon_after=4)
-    steps = _of(log, StepCommitted)
+    steps = records_of(log, StepCommitted)
     assert [step.policy_version for step in steps] == [1, 2, 3, 4, 5, 6, 8, 9]
-    plans = _of(log, StepPlanned)
+    plans = records_of(log, StepPlanned)
     for stage in ("critic_input_weights", "critic_input_optimizer"):
         assert plans[6].input_digests[stage] == plans[4].input_digests[stage]
     assert replay_step(log, 7).bit_for_bit
 
 
+@pytest.mark.more
 def test_a_damaged_critic_is_not_gone_on_from(recorded: Stores, settings: Any) -> None:
     """A checkpoint with one flipped bit in its critic is passed over."""
     log = recorded()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import trainer_records
 
 from rollbook.engines.weights.digests import digest_stream, read_weights
 from rollbook.replay.step.step import replay_step
@@ -48,10 +49,6 @@ def samples() -> list[Sample]:
 
 def _batch(samples: list[Sample], algorithm: Any = GRPO, size: int | None = None) -> Batch:
     return build_batch(experience_of(samples, algorithm), partition(len(samples), size))
-
-
-def _of(log: Store, *kinds: type[Any]) -> list[Any]:
-    return [e.record for e in log.events() if e.lane == "train" and isinstance(e.record, kinds)]
 
 
 def test_finite_numbers_pass(samples: list[Sample]) -> None:
@@ -118,10 +115,10 @@ def test_the_first_tensor_is_named() -> None:
 
 def _published(log: Store) -> list[int]:
     """The versions that there are; the weights of each are finite."""
-    for checkpoint in _of(log, CheckpointWritten):
+    for checkpoint in trainer_records(log, CheckpointWritten):
         held = read_weights(log.path / checkpoint.path)
         assert all(bool(torch.isfinite(tensor).all()) for tensor in held.values())
-    return [record.policy_version for record in _of(log, PolicyPublished)]
+    return [record.policy_version for record in trainer_records(log, PolicyPublished)]
 
 
 def test_a_rate_that_is_far_too_high(recorded: Stores) -> None:
@@ -130,8 +127,8 @@ def test_a_rate_that_is_far_too_high(recorded: Stores) -> None:
     wild = {"lr": 1e30, "weight_decay": 0.01}
     with pytest.raises(NotFiniteError, match=r"(gradients|logprobs).*: the step is not committed"):
         fabric.train(log, fabric.config(fabric.SFT, optimizer=wild, checkpoint_every=1))
-    assert len(_of(log, StepCommitted)) == 1
-    (failed,) = _of(log, StepFailed)
+    assert len(trainer_records(log, StepCommitted)) == 1
+    (failed,) = trainer_records(log, StepFailed)
     assert (failed.step, failed.attempt) == (1, 1)
     assert "NotFiniteError" in failed.error
     assert _published(log) == [0, 1]
@@ -153,7 +150,7 @@ def test_weights_that_overflow(recorded: Stores, monkeypatch: pytest.MonkeyPatch
             fabric.train(log, fabric.config(fabric.SFT, checkpoint_every=1))
     assert _published(log) == [0]
     fabric.train(log, fabric.config(fabric.SFT, steps=2, optimizer={"lr": 1e-3}))
-    assert [(s.step, s.policy_version) for s in _of(log, StepCommitted)] == [(0, 1), (1, 2)]
+    assert [(s.step, s.policy_version) for s in trainer_records(log, StepCommitted)] == [(0, 1), (1, 2)]
 
 
 def test_a_step_that_an_earlier_rollbook_committed_replays(
@@ -165,7 +162,7 @@ def test_a_step_that_an_earlier_rollbook_committed_replays(
         run = trainer.run_step
         patch.setattr(trainer, "run_step", lambda *given, **options: run(*given, **options, finite=False))
         fabric.train(log, fabric.config(fabric.SFT, steps=2, optimizer={"lr": 1e30, "weight_decay": 0.01}))
-    assert len(_of(log, StepCommitted)) == 2
+    assert len(trainer_records(log, StepCommitted)) == 2
     code, out, _ = cli("replay", "step", 1, "--store", log.path)
     assert code == 0
     assert "bit for bit" in out
@@ -203,17 +200,17 @@ def test_a_batch_that_is_skipped(
     log, whole = recorded(), recorded("whole")
     settings = fabric.config(getattr(fabric, names), steps=2)
     fabric.train(whole, fabric.config(getattr(fabric, names), steps=3))
-    batches = [_leaves(plan.samples) for plan in _of(whole, StepPlanned)]
+    batches = [_leaves(plan.samples) for plan in trainer_records(whole, StepPlanned)]
     _spoil(monkeypatch, 1)
     (tmp_path / "train.toml").write_text(fabric.toml(settings))
     command = ("train", tmp_path / "train.toml", "--store", log.path)
     code, _, err = cli(*command, "--set", "on_not_finite=skip")
     assert code == 0, err
     assert "step 1 failed (attempt 1): NotFiniteError('losses of token 1 is inf" in err
-    plans = [(p.step, p.attempt, _leaves(p.samples)) for p in _of(log, StepPlanned)]
+    plans = [(p.step, p.attempt, _leaves(p.samples)) for p in trainer_records(log, StepPlanned)]
     assert plans == [(0, 1, batches[0]), (1, 1, batches[1]), (1, 2, batches[2])]
-    assert [(c.step, c.attempt) for c in _of(log, StepCommitted)] == [(0, 1), (1, 2)]
-    drops = _of(log, SampleDropped)
+    assert [(c.step, c.attempt) for c in trainer_records(log, StepCommitted)] == [(0, 1), (1, 2)]
+    drops = trainer_records(log, SampleDropped)
     assert {(d.rule, d.step, d.attempt) for d in drops} == {("not_finite", 1, 2)}
     assert sorted(d.turn_id for d in drops) == sorted(batches[1])
     assert drops[0].detail == {"stage": "losses", "error": "losses of token 1 is inf"}
@@ -222,19 +219,22 @@ def test_a_batch_that_is_skipped(
     assert not history.consumed() & history.dropped or names == "SFT"
 
 
+@pytest.mark.more
 def test_epochs_go_on_behind_what_was_skipped(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart takes the batch that comes next, and not once more what a step consumed."""
     log, whole = recorded(), recorded("whole")
     fabric.train(whole, fabric.config(fabric.SFT, steps=6))
-    batches = [_leaves(plan.samples) for plan in _of(whole, StepPlanned)]
+    batches = [_leaves(plan.samples) for plan in trainer_records(whole, StepPlanned)]
     with monkeypatch.context() as patch:
         _spoil(patch, 1, 2)
         fabric.train(log, fabric.config(fabric.SFT, steps=2, on_not_finite="skip"))
     fabric.train(log, fabric.config(fabric.SFT, steps=4))
-    committed = {(c.step, c.attempt) for c in _of(log, StepCommitted)}
-    taken = [_leaves(p.samples) for p in _of(log, StepPlanned) if (p.step, p.attempt) in committed]
+    committed = {(c.step, c.attempt) for c in trainer_records(log, StepCommitted)}
+    taken = [
+        _leaves(p.samples) for p in trainer_records(log, StepPlanned) if (p.step, p.attempt) in committed
+    ]
     assert taken == [batches[i] for i in (0, 3, 4, 5)]
-    dropped = [d.turn_id for d in _of(log, SampleDropped) if (d.step, d.attempt) in committed]
+    dropped = [d.turn_id for d in trainer_records(log, SampleDropped) if (d.step, d.attempt) in committed]
     assert sorted(dropped) == sorted(batches[1] + batches[2]), "those of both skipped ones count"
 
 
@@ -246,14 +246,14 @@ def test_what_is_no_matter_of_samples_ends_it(recorded: Stores, monkeypatch: pyt
         _spoil(patch, 1, stage="weights")
         with pytest.raises(NotFiniteError, match="weights of token 1"):
             fabric.train(log, settings)
-    assert len(_of(log, StepFailed)) == 1
+    assert len(trainer_records(log, StepFailed)) == 1
     with monkeypatch.context() as patch:
         _spoil(patch, *range(100))
         with pytest.raises(NotFiniteError, match="losses of token 1"):
             fabric.train(log, settings)
-    assert len(_of(log, StepFailed)) == 1 + 8 + 1
+    assert len(trainer_records(log, StepFailed)) == 1 + 8 + 1
     fabric.train(log, settings)
-    assert len(_of(log, StepCommitted)) == 9
+    assert len(trainer_records(log, StepCommitted)) == 9
 
 
 def test_the_choice_is_no_part_of_the_trainings_name() -> None:
@@ -285,6 +285,7 @@ def _spoil_one(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     monkeypatch.setattr(trainer, "run_step", spoils)
 
 
+@pytest.mark.more_but("hybrid")
 @pytest.mark.parametrize("mode", ["async", "hybrid"])
 def test_a_step_is_taken_again_without_the_sample(
     recorded: Stores, monkeypatch: pytest.MonkeyPatch, mode: str
@@ -294,15 +295,15 @@ def test_a_step_is_taken_again_without_the_sample(
     _spoil_one(monkeypatch, 3)
     changes = {"steps": 1, "on_not_finite": "retake", "mode": mode}
     fabric.train(log, fabric.config(fabric.GRPO, **changes), "tail")
-    plans = [(p.step, p.attempt, _leaves(p.samples)) for p in _of(log, StepPlanned)]
+    plans = [(p.step, p.attempt, _leaves(p.samples)) for p in trainer_records(log, StepPlanned)]
     assert [attempt for _, attempt, _ in plans] == [1, 2]
     first, second = (leaves for *_, leaves in plans)
     assert second == first[:3] + first[4:]
-    drops = _of(log, SampleDropped)
+    drops = trainer_records(log, SampleDropped)
     assert [(d.turn_id, d.rule, d.attempt, d.detail["stage"]) for d in drops] == [
         (first[3], "not_finite", 2, "advantages")
     ]
-    assert [(c.step, c.attempt) for c in _of(log, StepCommitted)] == [(0, 2)]
+    assert [(c.step, c.attempt) for c in trainer_records(log, StepCommitted)] == [(0, 2)]
     assert replay_step(log, 0).differs_in is None
 
 
@@ -313,7 +314,7 @@ def test_a_pair_goes_together(recorded: Stores, monkeypatch: pytest.MonkeyPatch)
     algorithm = {"name": "dpo", "pairs": "rewards", "group_size": 4, "batch_size": 3}
     changes = {"steps": 1, "on_not_finite": "retake", "micro_batch_size": 2, "algorithm": algorithm}
     fabric.train(log, fabric.config(fabric.GRPO, **changes))
-    first, second = (plan.samples for plan in _of(log, StepPlanned))
+    first, second = (plan.samples for plan in trainer_records(log, StepPlanned))
     assert second == first[:2] + first[4:]
 
 
@@ -322,5 +323,5 @@ def test_where_the_sample_is_not_known(recorded: Stores, monkeypatch: pytest.Mon
     log = recorded()
     _spoil(monkeypatch, 0)
     fabric.train(log, fabric.config(fabric.GRPO, steps=1, on_not_finite="retake"))
-    first, second = (set(_leaves(plan.samples)) for plan in _of(log, StepPlanned))
+    first, second = (set(_leaves(plan.samples)) for plan in trainer_records(log, StepPlanned))
     assert not first & second

@@ -7,30 +7,26 @@ from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, StepCommitted, StepPlanned
 from rollbook.store.sql.query import connect
-from rollbook.train.publish.checkpointer import Checkpointer
-from rollbook.train.publish.publish import Publisher
+from rollbook.train.publish.publish import Checkpointer, Publisher
 
 Stores = Callable[..., Store]
 HELD = {"name": "grpo", "groups": 1, "group_size": 4, "kl": 0.5, "ref_update_interval": 2}
 
 
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
-
-
 def _references(log: Store) -> list[int]:
-    return [plan.algorithm["reference_version"] for plan in _of(log, StepPlanned)]
+    return [plan.algorithm["reference_version"] for plan in records_of(log, StepPlanned)]
 
 
 def _renewed(log: Store) -> list[tuple[int, int | None]]:
     """The versions that became references, and those that were."""
-    published = [p for p in _of(log, PolicyPublished) if p.policy == "actor.reference"]
+    published = [p for p in records_of(log, PolicyPublished) if p.policy == "actor.reference"]
     return [(p.policy_version, p.parent_version) for p in published]
 
 
@@ -41,18 +37,18 @@ def test_every_two_steps(recorded: Stores) -> None:
     fabric.train(log, fabric.config(fabric.GRPO, algorithm=HELD, steps=5, checkpoint_every=50))
     assert _references(log) == [0, 0, 2, 2, 4]
     assert _renewed(log) == [(2, 0), (4, 2)]
-    kl = [step.metrics["kl"] for step in _of(log, StepCommitted)]
+    kl = [step.metrics["kl"] for step in records_of(log, StepCommitted)]
     assert [value < 1e-9 for value in kl] == [True, False, True, False, True]
     assert [replay_step(log, step).differs_in for step in range(5)] == [None] * 5
-    used = [plan.input_digests["reference_weights"] for plan in _of(log, StepPlanned)]
-    held = {c.policy_version: c.weights_digest for c in _of(log, CheckpointWritten)}
+    used = [plan.input_digests["reference_weights"] for plan in records_of(log, StepPlanned)]
+    held = {c.policy_version: c.weights_digest for c in records_of(log, CheckpointWritten)}
     assert used == [held[version] for version in (0, 0, 2, 2, 4)]
     with connect(log.path) as database:
         rows = database.sql(
             "SELECT policy_version, path, weights_digest FROM policies WHERE policy = 'actor.reference' "
             "ORDER BY ALL"
         ).fetchall()
-    paths = {c.policy_version: c.path for c in _of(log, CheckpointWritten)}
+    paths = {c.policy_version: c.path for c in records_of(log, CheckpointWritten)}
     assert rows == [(version, paths[version], held[version]) for version in (2, 4)]
 
 
@@ -77,11 +73,11 @@ def test_restarts_change_nothing(recorded: Stores) -> None:
             with pytest.raises(Killed):
                 fabric.train(killed, settings)
     fabric.train(killed, settings)
-    digests = [step.digests for step in _of(whole, StepCommitted)]
+    digests = [step.digests for step in records_of(whole, StepCommitted)]
     for log in (broken, killed):
         assert _references(log) == [0, 0, 2, 2, 4]
         assert _renewed(log) == [(2, 0), (4, 2)]
-        assert [step.digests for step in _of(log, StepCommitted)] == digests
+        assert [step.digests for step in records_of(log, StepCommitted)] == digests
 
 
 def test_within_a_rollout_batch_it_stays(recorded: Stores) -> None:
@@ -98,7 +94,7 @@ def test_going_back(recorded: Stores) -> None:
     settings = fabric.config(fabric.GRPO, algorithm=HELD, steps=4, checkpoint_every=1)
     fabric.train(log, settings)
     fabric.train(log, settings, abandon_after=1)
-    plans = _of(log, StepPlanned)
+    plans = records_of(log, StepPlanned)
     assert [p.algorithm["reference_version"] for p in plans] == [0, 0, 2, 2, 0, 6, 6]
     assert [p.policy_version for p in plans[4:]] == [5, 6, 7]
 
@@ -110,7 +106,7 @@ def test_preferences(recorded: Stores) -> None:
     algorithm |= {"ref_update_interval": 1}
     fabric.train(log, fabric.config(fabric.GRPO, algorithm=algorithm, steps=3, micro_batch_size=2))
     assert _references(log) == [0, 1, 2]
-    assert [step.metrics["loss"] for step in _of(log, StepCommitted)] == pytest.approx([0.693147] * 3)
+    assert [step.metrics["loss"] for step in records_of(log, StepCommitted)] == pytest.approx([0.693147] * 3)
 
 
 def test_there_has_to_be_one() -> None:

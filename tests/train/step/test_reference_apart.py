@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -20,8 +21,7 @@ from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.loop import trainer
 from rollbook.train.ranks import launch
 from rollbook.train.ranks.backend import TrainablePolicy
-from rollbook.train.ranks.launcher import Place
-from rollbook.train.ranks.ranks import Ranks
+from rollbook.train.ranks.ranks import Place, Ranks
 from rollbook.train.step import reference
 from rollbook.train.step.reference import spare_gpus
 
@@ -32,10 +32,6 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": HELD},
     "packed bfloat16": {"algorithm": HELD, "dtype": "bfloat16", "recompute": True} | PACKED,
 }
-
-
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +60,9 @@ def test_the_same_bits(recorded: Stores, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainablePolicy, "using", None)
         fabric.train(apart, settings.model_copy(update={"reference_apart": True}))
-    digests = [step.digests for step in _of(here, StepCommitted)]
+    digests = [step.digests for step in records_of(here, StepCommitted)]
     assert "reference_logprobs" in digests[0]
-    assert [step.digests for step in _of(apart, StepCommitted)] == digests
+    assert [step.digests for step in records_of(apart, StepCommitted)] == digests
     assert [replay_step(apart, step).differs_in for step in (0, 3)] == [None, None]
 
 
@@ -80,9 +76,9 @@ def test_parts_of_a_batch_that_come(recorded: Stores) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TrainablePolicy, "using", None)
         fabric.train(apart, fabric.config(fabric.GRPO, **changes, reference_apart=True), "tail")
-    assert len(_of(apart, StepPlanned)[0].rollout_batch["iterations"]) == 3
-    digests = [step.digests for step in _of(here, StepCommitted)]
-    assert [step.digests for step in _of(apart, StepCommitted)] == digests
+    assert len(records_of(apart, StepPlanned)[0].rollout_batch["iterations"]) == 3
+    digests = [step.digests for step in records_of(here, StepCommitted)]
+    assert [step.digests for step in records_of(apart, StepCommitted)] == digests
     assert replay_step(apart, 1).differs_in is None
 
 
@@ -93,8 +89,8 @@ def test_over_ranks(recorded: Stores) -> None:
     here, apart = recorded("here"), recorded("apart")
     fabric.train(here, fabric.config(fabric.GRPO, **changes), ranks=4)
     fabric.train(apart, fabric.config(fabric.GRPO, **changes, reference_apart=True), ranks=4)
-    digests = [step.digests for step in _of(here, StepCommitted)]
-    assert [step.digests for step in _of(apart, StepCommitted)] == digests
+    digests = [step.digests for step in records_of(here, StepCommitted)]
+    assert [step.digests for step in records_of(apart, StepCommitted)] == digests
 
 
 # Where it fails -----------------------------------------------------------------------------------
@@ -126,11 +122,11 @@ def test_it_ends_or_hangs(
         reason = "was ended by SIGKILL" if ending == signal.SIGKILL else "hangs; it is in"
         with pytest.raises(RankLostError, match=f"the reference's process {reason}"):
             fabric.train(log, settings)
-    (failed,) = _of(log, StepFailed)
+    (failed,) = records_of(log, StepFailed)
     assert (failed.step, "the reference's process" in failed.error) == (1, True)
     assert "waitForInput" not in capfd.readouterr().err
     fabric.train(log, settings.model_copy(update={"reference_apart": False}))
-    assert [step.step for step in _of(log, StepCommitted)] == [0, 1]
+    assert [step.step for step in records_of(log, StepCommitted)] == [0, 1]
 
 
 def test_its_weights_are_damaged(recorded: Stores) -> None:
@@ -139,7 +135,7 @@ def test_its_weights_are_damaged(recorded: Stores) -> None:
     algorithm = HELD | {"ref_update_interval": None}
     settings = fabric.config(fabric.GRPO, algorithm=algorithm, steps=2)
     fabric.train(log, settings)
-    file = log.path / _of(log, CheckpointWritten)[0].path / "model.safetensors"
+    file = log.path / records_of(log, CheckpointWritten)[0].path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\1")
     with pytest.raises(ModelError, match="v00000000: weights damaged"):
         fabric.train(log, settings.model_copy(update={"steps": 3, "reference_apart": True}))
@@ -168,29 +164,29 @@ def test_it_ends_with_its_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"algorithm": {"name": "grpo"}}, "algorithm grpo asks for no reference"),
         ({"algorithm": HELD, "mode": "colocate"}, "take turns on the same devices"),
         ({"algorithm": HELD, "parallel": {"expert": 2}}, "whose experts are not spread"),
     ],
 )
-def test_where_it_cannot_be(changes: dict[str, Any], said: str) -> None:
+def test_where_it_cannot_be(changes: dict[str, Any], reason: str) -> None:
     """The configuration is refused, with the reason."""
     sync = {"engines": ["http://127.0.0.1:1"]}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=reason):
         fabric.config(fabric.GRPO, **changes, reference_apart=True, sync=sync)
 
 
 def test_under_a_launcher(recorded: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose devices are not this command's to give."""
-    monkeypatch.setattr("rollbook.train.ranks.launcher.place_in", lambda _: Place(0, 1, 0, "", 0))
+    monkeypatch.setattr("rollbook.train.ranks.ranks.place_in", lambda _: Place(0, 1, 0, "", 0))
     log, settings = recorded(), fabric.config(fabric.GRPO, algorithm=HELD, steps=1, reference_apart=True)
     monkeypatch.setattr(Ranks, "on_this_host", False, raising=False)
     monkeypatch.setattr(Ranks, "__setattr__", _all_but("on_this_host"))
     with pytest.raises(ConfigError, match="goes with ranks that this command starts on its own host"):
         fabric.train(log, settings)
-    assert _of(log, StepPlanned) == []
+    assert records_of(log, StepPlanned) == []
 
 
 def _all_but(name: str) -> Callable[[Any, str, Any], None]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
@@ -27,10 +27,6 @@ NONE_KEPT = {
     "correction_high": 1e7,
     "count_rejected": False,
 }
-
-
-def _of(log: Store, kind: Any) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kind)]
 
 
 def _leaves(plan: StepPlanned) -> list[str]:
@@ -63,16 +59,16 @@ def test_its_samples_are_dropped_and_the_next_batch_is_taken(recorded: Stores, f
     log, whole = recorded(), recorded("whole")
     keys = NONE_KEPT | {"correction": first_rejected, "correction_low": 0.0}
     fabric.train(whole, fabric.config(fabric.GRPO, steps=2, algorithm=NONE_KEPT | {"correction": "tis"}))
-    batches = [_leaves(plan) for plan in _of(whole, StepPlanned)]
+    batches = [_leaves(plan) for plan in records_of(whole, StepPlanned)]
     fabric.train(log, fabric.config(fabric.GRPO, steps=1, algorithm=keys))
-    first, second = _of(log, StepPlanned)
+    first, second = records_of(log, StepPlanned)
     assert (first.attempt, second.attempt) == (1, 2)
     assert [_leaves(first), _leaves(second)] == batches
     assert first.input_digests == second.input_digests
-    [failed], [done] = _of(log, StepFailed), _of(log, StepCommitted)
+    [failed], [done] = records_of(log, StepFailed), records_of(log, StepCommitted)
     assert (failed.attempt, done.attempt) == (1, 2)
     assert "AllRejectedError" in failed.error
-    drops = _of(log, SampleDropped)
+    drops = records_of(log, SampleDropped)
     assert {(d.rule, d.step, d.attempt) for d in drops} == {("all_rejected", 0, 2)}
     assert sorted(d.turn_id for d in drops) == sorted(batches[0])
     assert drops[0].detail["error"].startswith(f"all tokens of the step's {len(batches[0])} samples")
@@ -86,9 +82,9 @@ def test_a_training_without_a_token_that_is_kept(recorded: Stores) -> None:
     settings = fabric.config(fabric.GRPO, steps=1, algorithm=NONE_KEPT)
     with pytest.raises(TrainError, match="the last 3 batches were skipped"):
         fabric.train(log, settings)
-    assert len(_of(log, StepFailed)) == 3, "the log fills three batches"
-    assert not _of(log, StepCommitted)
-    weights = {plan.input_digests["input_weights"] for plan in _of(log, StepPlanned)}
+    assert len(records_of(log, StepFailed)) == 3, "the log fills three batches"
+    assert not records_of(log, StepCommitted)
+    weights = {plan.input_digests["input_weights"] for plan in records_of(log, StepPlanned)}
     assert len(weights) == 1
 
 
@@ -98,4 +94,4 @@ def test_one_batch_after_the_other_is_an_error(recorded: Stores, monkeypatch: py
     monkeypatch.setattr(trainer, "SKIPS_IN_A_ROW", 1)
     with pytest.raises(AllRejectedError, match="widen algorithm"):
         fabric.train(log, fabric.config(fabric.GRPO, steps=1, algorithm=NONE_KEPT))
-    assert len(_of(log, StepFailed)) == 2
+    assert len(records_of(log, StepFailed)) == 2

@@ -22,7 +22,7 @@ from rollbook.train.loop.trainer import StepOutcome
 from rollbook.train.model.model import Build
 from rollbook.train.model.shape import read_shape
 from rollbook.train.ranks.backend import TrainablePolicy
-from rollbook.train.resume.schedule import settings_of
+from rollbook.train.resume.restore import settings_of
 from rollbook.train.select.samples import Sample, all_samples
 from rollbook.train.step.step import StepResult, input_digests, run_step, step_seed
 

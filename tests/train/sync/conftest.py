@@ -113,7 +113,7 @@ class World:
             self.records.extend(records)
             self.line.extend(record.KIND for record in records)
 
-    def said(self, engine: str, start: int = 0) -> list[str]:
+    def sync_kinds(self, engine: str, start: int = 0) -> list[str]:
         """Kinds of the records of one engine."""
         return [record.KIND for record in self.records[start:] if record.engine == engine]  # type: ignore[union-attr]
 

@@ -15,9 +15,8 @@ from tests.train.sync.conftest import World
 
 from rollbook.store.errors import EngineError
 from rollbook.store.events import SyncFailed
-from rollbook.train.sync.broadcast import OUTLIVING
 from rollbook.train.sync.session import Release
-from rollbook.train.sync.transports import ByBroadcast
+from rollbook.train.sync.transports import OUTLIVING, ByBroadcast
 
 pytestmark = pytest.mark.crashes
 
@@ -72,8 +71,8 @@ def test_an_engine_that_rejects_is_out_until_the_next_sync(
         assert world.sync(syncer, next(fresh)) == [good.url]
     (failed,) = [record for record in world.records if isinstance(record, SyncFailed)]
     assert (failed.engine, route in failed.error) == (bad.url, True)
-    assert world.said(bad.url) == ["sync.started", "sync.failed"]
-    assert world.said(good.url) == ["sync.started", "policy.activated", "sync.finished"]
+    assert world.sync_kinds(bad.url) == ["sync.started", "sync.failed"]
+    assert world.sync_kinds(good.url) == ["sync.started", "policy.activated", "sync.finished"]
     version = next(fresh)
     with timed(TIMEOUT_S):
         assert world.sync(syncer, version) == ([good.url] if kind == "die" else [bad.url, good.url])
@@ -124,7 +123,7 @@ from rollbook.store.errors import EngineError
 from rollbook.store.events import SyncFailed
 from rollbook.train.sync.control import EngineControl
 from rollbook.train.sync.session import SyncOptions, Release, Syncer
-from rollbook.train.sync.broadcast import OUTLIVING
+from rollbook.train.sync.transports import OUTLIVING
 from rollbook.train.sync.transports import ByBroadcast
 
 engines = [EngineControl(url, 12.0) for url in sys.argv[1:]]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollbook.engines.embedded.sent_tensors import read_sent
-from rollbook.train.sync.buckets import Buffers, buckets
 from rollbook.train.sync.shared_memory import payload
+from rollbook.train.sync.transports import Buffers, buckets
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)

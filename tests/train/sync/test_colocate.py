@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
 from rollbook.bench.scripted.job import Options
 from rollbook.bench.scripted.sglang import ScriptedSGLang
@@ -68,10 +69,6 @@ def engine(turns: list[str]) -> Iterator[tuple[ScriptedSGLang, str]]:
         yield app, url
 
 
-def _of(log: Store, *kinds: type) -> list[Any]:
-    return [event.record for event in log.events() if isinstance(event.record, kinds)]
-
-
 def _colocated(url: str, **changes: Any) -> Any:
     sync = {"engines": [url], "transport": "tensor"}
     return fabric.config(fabric.GRPO, **({"steps": 2, "mode": "colocate", "sync": sync} | changes))
@@ -89,12 +86,14 @@ def test_they_take_turns(recorded: Stores, engine: tuple[ScriptedSGLang, str], t
     assert turns == ["release kv_cache+weights", *CYCLE[2:], *CYCLE, *CYCLE]
     assert (app.released, app.paused, version_in(app.weight_version)) == (set(), None, 2)
     kinds = (SyncStarted, StepCommitted, SyncFinished)
-    order = [(type(r).__name__, r.policy_version) for r in _of(log, *kinds)]
+    order = [(type(r).__name__, r.policy_version) for r in records_of(log, *kinds)]
     names = ["SyncStarted", "StepCommitted", "SyncFinished"]
     assert order == [("SyncStarted", 0), ("SyncFinished", 0), *((name, v) for v in (1, 2) for name in names)]
-    assert len({r.sync_id for r in _of(log, SyncStarted)}) == 3
+    assert len({r.sync_id for r in records_of(log, SyncStarted)}) == 3
     fabric.train(alone, fabric.config(fabric.GRPO, steps=2), "tail")
-    assert [s.digests for s in _of(log, StepCommitted)] == [s.digests for s in _of(alone, StepCommitted)]
+    assert [s.digests for s in records_of(log, StepCommitted)] == [
+        s.digests for s in records_of(alone, StepCommitted)
+    ]
     assert replay_step(log, 1).differs_in is None
 
 
@@ -113,8 +112,8 @@ def test_with_a_critic_and_evaluations(
         fabric.append(log, fabric.records("held", [turn], split="eval", reward=1.0))
     fabric.train(logs[0], _colocated(url, **changes), "tail")
     fabric.train(logs[1], fabric.config(fabric.GRPO, steps=2, **changes), "tail")
-    assert [s.digests for s in _of(logs[0], StepCommitted)] == [
-        s.digests for s in _of(logs[1], StepCommitted)
+    assert [s.digests for s in records_of(logs[0], StepCommitted)] == [
+        s.digests for s in records_of(logs[1], StepCommitted)
     ]
     assert turns.count("offload") == turns.count("onload") + 2
     assert (app.released, version_in(app.weight_version)) == (set(), 2)
@@ -130,7 +129,7 @@ def test_a_trainer_that_was_killed_left_it_asleep(
     assert (app.weight_version, app.released) == (ASLEEP, {"kv_cache", "weights"})
     fabric.train(log, _colocated(url), "tail")
     assert (app.released, app.paused, version_in(app.weight_version)) == (set(), None, 2)
-    assert len(_of(log, StepCommitted)) == 2
+    assert len(records_of(log, StepCommitted)) == 2
 
 
 def test_killed_between_weights_and_cache(recorded: Stores, engine: tuple[ScriptedSGLang, str]) -> None:
@@ -165,7 +164,7 @@ def test_another_name_than_it_was_given(
     app._routes["/update_weight_version"] = app._update_weight_version
     fabric.train(log, _colocated(url), "tail")
     assert (app.released, app.paused, version_in(app.weight_version)) == (set(), None, 2)
-    assert len(_of(log, StepCommitted)) == 2
+    assert len(records_of(log, StepCommitted)) == 2
 
 
 def test_a_skipped_step_wakes_the_engine(
@@ -186,8 +185,8 @@ def test_a_skipped_step_wakes_the_engine(
 
     monkeypatch.setattr(trainer, "run_step", fails_once)
     fabric.train(log, _colocated(url, on_not_finite="skip"), "tail")
-    assert [r.policy_version for r in _of(log, SyncFinished)] == [0, 0, 1, 2]
-    assert [r.error for r in _of(log, SyncFailed)] == ["version 1 was not made: version 0 is sent"]
+    assert [r.policy_version for r in records_of(log, SyncFinished)] == [0, 0, 1, 2]
+    assert [r.error for r in records_of(log, SyncFailed)] == ["version 1 was not made: version 0 is sent"]
     assert (app.released, version_in(app.weight_version)) == (set(), 2)
 
 

@@ -52,7 +52,7 @@ def test_a_flush_that_is_refused_for_ever(world: World, timed: Callable[..., Any
     text = r"/flush_cache answers 400: Flush cache failed\. \(for 3 s\)\. Constrained .* raise .* timeout_s"
     with timed(30.0), pytest.raises(EngineError, match=f"engine {engine.url}: {text}"):
         world.sync(syncer, 2)
-    assert world.said(engine.url, start) == [STARTED, FAILED]
+    assert world.sync_kinds(engine.url, start) == [STARTED, FAILED]
     assert {r for r, _ in engine.asked[requested:]} == {
         "/server_info",
         "/pause_generation",

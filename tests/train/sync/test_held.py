@@ -10,7 +10,7 @@ import torch
 from tests.fakes.engines.parallel import spread
 from tests.train.sync.conftest import BUCKET, LAYER, SHAPES, World, make_weights
 
-from rollbook.engines.weights.expected import Expected, expected_ranks_digest
+from rollbook.engines.weights.compare import Expected, expected_ranks_digest
 from rollbook.store.errors import EngineError
 from rollbook.store.events import PolicyActivated
 from rollbook.train.sync.session import Release

@@ -99,9 +99,9 @@ def test_one_of_two_fails(
         assert world.sync(syncer, 1) == [good.url]
     resumed = ["/continue_generation"] * (route == "/continue_generation" and kind == "hang")
     assert [r for r, _ in bad.asked if r == "/continue_generation"] in ([], resumed)
-    assert world.said(good.url) == [STARTED, ACTIVATED, FINISHED]
+    assert world.sync_kinds(good.url) == [STARTED, ACTIVATED, FINISHED]
     kinds = [STARTED, *[ACTIVATED] * (route == "/continue_generation"), FAILED]
-    assert world.said(bad.url) == kinds
+    assert world.sync_kinds(bad.url) == kinds
     (failed,) = [r for r in world.records if isinstance(r, SyncFailed)]
     assert bad.url in failed.error
     assert route in failed.error
@@ -110,7 +110,7 @@ def test_one_of_two_fails(
         time.sleep(0.8)  # what hangs ends, late
     before = len(world.records)
     assert world.sync(syncer, 2) == [bad.url, good.url]
-    assert world.said(bad.url, before) == [STARTED, ACTIVATED, FINISHED]
+    assert world.sync_kinds(bad.url, before) == [STARTED, ACTIVATED, FINISHED]
     assert (bad.version, bad.app.paused) == ("2", None)
 
 
@@ -123,7 +123,7 @@ def test_a_wrong_value(world: World, transport: str) -> None:
     with pytest.raises(EngineError, match=r"version 1 of actor is served nowhere: .* not those sent"):
         world.sync(syncer, 1)
     assert (engine.version, engine.app.paused) == (UNVERIFIED, "retract")
-    assert world.said(engine.url) == [STARTED, FAILED]
+    assert world.sync_kinds(engine.url) == [STARTED, FAILED]
     assert world.sync(syncer, 2) == [engine.url]
     assert (engine.version, engine.app.paused) == ("2", None)
 
@@ -138,16 +138,17 @@ def test_no_engine_at_all(world: World, timed: Callable[..., Any]) -> None:
         world.sync(syncer, 1)
     assert f"engine {dead}: /server_info" in str(error.value)
     assert f"engine {refusing.url}: /begin_weight_update answers 500" in str(error.value)
-    assert [world.said(url) for url in (dead, refusing.url)] == [[STARTED, FAILED], [STARTED, FAILED]]
+    assert [world.sync_kinds(url) for url in (dead, refusing.url)] == [[STARTED, FAILED], [STARTED, FAILED]]
 
 
+@pytest.mark.more
 def test_one_that_comes_back(world: World) -> None:
     """An engine that dies between two buckets, while the other goes on; a new one in its place is served."""
     good = world.engine()
     dying = world.process('{"route": "/update_weights_from_tensor", "kind": "die", "after": 2}')
     syncer = world.syncer([dying.ready(), good.url], world.transport("tensor"))
     assert world.sync(syncer, 1) == [good.url]
-    assert world.said(dying.url) == [STARTED, FAILED]
+    assert world.sync_kinds(dying.url) == [STARTED, FAILED]
     assert world.sync(syncer, 2) == [good.url]
     again = world.process(port=dying.port)
     assert again.ready() == dying.url
@@ -169,7 +170,7 @@ def test_the_policy_itself_fails(world: World, transport: str) -> None:
 
     with pytest.raises(AttributeError, match="numel"):
         syncer.sync(Release("actor", 1, "w1", "", 4, "run"), weights)
-    assert world.said(engine.url) == [STARTED, FAILED]
+    assert world.sync_kinds(engine.url) == [STARTED, FAILED]
     assert engine.app.paused == "retract"
     assert world.sync(syncer, 2) == [engine.url]
 

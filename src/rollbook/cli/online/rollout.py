@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollbook.rollouts.manager import RolloutManager
     from rollbook.rollouts.places import Progress
     from rollbook.rollouts.ray_manager import RayRollouts
-    from rollbook.rollouts.rescoring import Rescored
+    from rollbook.rollouts.scoring import Rescored
 
 Config = Annotated[Path, typer.Argument(help="TOML file: tasks, agent, clocks, scores.")]
 Set = Annotated[
@@ -132,8 +132,7 @@ def run_scoring(config: RolloutConfig, key: str | None, *, json: bool) -> int:
     from rollbook.rollouts.launchers.agents import launcher_of
     from rollbook.rollouts.manager import alone, wanted
     from rollbook.rollouts.proxy import Proxy
-    from rollbook.rollouts.rescoring import score_again
-    from rollbook.rollouts.scoring import Scorers
+    from rollbook.rollouts.scoring import Scorers, score_again
     from rollbook.rollouts.tasks import read_tasks
 
     async def again() -> Rescored:

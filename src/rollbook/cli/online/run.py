@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from rollbook.online.address import Proof
     from rollbook.online.config import WholeConfig
-    from rollbook.online.part import Spec
-    from rollbook.online.parts import Supervisor
+    from rollbook.online.parts import Spec, Supervisor
     from rollbook.online.progress import Awaited, RunProgress
     from rollbook.store.events import Event, Record
     from rollbook.store.log.tail import Tail
@@ -291,7 +290,7 @@ class Screen:
             await following
             with contextlib.suppress(RollbookError, OSError):
                 for event in self._events():
-                    self._told(event)
+                    self._hear(event)
             self._tell_states()
             update()
 
@@ -307,7 +306,7 @@ class Screen:
             while not self.over:
                 with contextlib.suppress(RollbookError, OSError):  # the store is not there yet
                     for event in await asyncio.to_thread(self._events):
-                        self._told(event)
+                        self._hear(event)
                 await self._ask_the_proxy(client)
                 await asyncio.sleep(LOOK_S)
 
@@ -338,7 +337,7 @@ class Screen:
         self._course.take(events)
         return events
 
-    def _told(self, event: Event) -> None:
+    def _hear(self, event: Event) -> None:
         """Print a line for an event of the training, where there is no table."""
         line = self._line_of(event.record)
         if line is not None and not self._console.is_terminal:
@@ -371,7 +370,7 @@ class Screen:
         now = time.time()
         if not self._console.is_terminal:
             for wait in self._lines.silence.due(self._awaited(), now):
-                self._console.tell(f"{_time(now)} {wait.said(now)}")
+                self._console.tell(f"{_time(now)} {wait.in_words(now)}")
 
     async def _ask_the_proxy(self, client: httpx.AsyncClient) -> None:
         """Note how many tokens the proxy says were sampled, and how many trajectories it holds."""
@@ -407,7 +406,7 @@ class Screen:
         now = time.time()
         for wait in self._awaited():
             if now - wait.since > SAY_AFTER_S:
-                table.add_row("", wait.said(now), style="yellow")
+                table.add_row("", wait.in_words(now), style="yellow")
         return Group(bar, table)
 
     def _per_second(self) -> float | None:
@@ -439,7 +438,7 @@ def lines_of(course: RunProgress, tokens_s: float | None) -> list[tuple[str, str
         "evaluated": _evaluated(evaluation, course.partial),
     }
     if course.evaluating is not None:
-        rows["evaluating"] = f"version {course.evaluating}: {course.agents.said}"
+        rows["evaluating"] = f"version {course.evaluating}: {course.agents.in_words}"
     return [(name, value) for name, value in rows.items() if value is not None]
 
 

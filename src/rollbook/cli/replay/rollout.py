@@ -91,9 +91,9 @@ def rollout(
     weights = weights_of(policy, policy_run, model, engine, engine_url, script, device, threads)
     log = open_store(store)
     with of_run(log, run):
-        found = find_trajectory(log, log.head(), trajectory, run)
+        opening = find_trajectory(log, log.head(), trajectory, run)
     turns, draws = (from_turn, until_turn), Draws(seed, greedy)
-    again = Rollout(found.trajectory_id, "continued" if continue_ else "repeated", *turns, draws)
+    again = Rollout(opening.trajectory_id, "continued" if continue_ else "repeated", *turns, draws)
     raise typer.Exit(run_rollout(log, again, weights, lane, json))
 
 

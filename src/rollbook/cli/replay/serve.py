@@ -158,7 +158,7 @@ def run_cassette(
         engine=EngineBehind(upstreams) if upstreams else None,
         timing=timing,
         tokenizer=None if model is None else load_chat_tokenizer(model_folder(model, weights=False)),
-        told=_told_as_json if as_json else _print_miss,
+        on_request=_told_as_json if as_json else _print_miss,
     )
 
     def announce(url: str) -> None:

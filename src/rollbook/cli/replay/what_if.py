@@ -17,9 +17,8 @@ from rollbook.cli.terminal import Console, print_json, say, table_of
 from rollbook.transcript.text import visible
 
 if TYPE_CHECKING:
-    from rollbook.replay.what_if.rescoring import Written
     from rollbook.replay.what_if.side_by_side import Differences, SampleSides, StepSides
-    from rollbook.replay.what_if.what_if import WhatIf, WhatIfRequest
+    from rollbook.replay.what_if.what_if import WhatIf, WhatIfRequest, Written
 
 Recipe = Annotated[Path | None, typer.Option("--recipe", help="A recipe file, or a CONFIG for its recipe.")]
 Set = Annotated[
@@ -82,9 +81,8 @@ def what_if(
         )
     if replace and not write:
         raise typer.BadParameter("goes with --write", param_hint="--replace")
-    from rollbook.replay.what_if.counterfactual import Changes
-    from rollbook.replay.what_if.rescoring import rescoring
-    from rollbook.replay.what_if.what_if import WhatIfRequest
+    from rollbook.replay.what_if.changes import Changes
+    from rollbook.replay.what_if.what_if import WhatIfRequest, rescoring
     from rollbook.train.config.files import load_recipe
 
     made = None if rescore is None else rescoring(rescore, source)
@@ -127,8 +125,7 @@ def run_what_if(
         RollbookError: it cannot be done: see `what_if` and `write_rewards`.
     """
     from rollbook.cli.runs import of_run
-    from rollbook.replay.what_if.rescoring import write_rewards
-    from rollbook.replay.what_if.what_if import what_if
+    from rollbook.replay.what_if.what_if import what_if, write_rewards
     from rollbook.store.errors import ConfigError
     from rollbook.store.open import open_store
 

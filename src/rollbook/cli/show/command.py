@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rollbook.store.log.store import Store
     from rollbook.transcript.facts import TrajectoryFacts, TurnFacts
 
-
 Tokens = Annotated[
     bool | None,
     typer.Option("--tokens/--no-tokens", help="Each token, coloured by logprob. Default: with --model."),
@@ -61,8 +60,8 @@ def show(
     log = open_store(store)
     with of_run(log, run):
         cut = log.cut(as_of, run)
-        found = find_trajectory(log, cut, trajectory, run)
-    facts = read_facts(log, cut, found.trajectory_id)
+        opening = find_trajectory(log, cut, trajectory, run)
+    facts = read_facts(log, cut, opening.trajectory_id)
     with_tokens = (model is not None) if tokens is None else tokens
     chosen = None if turn is None else find_turn(facts, turn)
     if json:
@@ -80,7 +79,7 @@ def show(
 def read_facts(log: Store, cut: Cut, trajectory_id: str) -> TrajectoryFacts:
     """A trajectory at a cut; reads only what holds its events."""
     from rollbook.store.cut import holds
-    from rollbook.store.log.trajectory_reader import TrajectoryReader
+    from rollbook.store.log.store import TrajectoryReader
     from rollbook.transcript.reading import facts_of
 
     events = TrajectoryReader(log.path).events(sorted(cut), [trajectory_id])

@@ -9,18 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from sqlalchemy.exc import SQLAlchemyError
 
-from rollbook import store
+from rollbook.cli.progress import counted, progress
 from rollbook.cli.runs import of_run
 from rollbook.cli.terminal import MIB, Console, print_json, print_table, say
 from rollbook.store.catalog.catalog import Catalog
@@ -36,7 +27,7 @@ from rollbook.store.upkeep.checkpoints import (
     list_checkpoints,
     remove_checkpoints,
 )
-from rollbook.store.upkeep.upload import remote_folder, upload_units
+from rollbook.store.upkeep.sealer import remote_folder, upload_units
 
 
 def print_info(store: Path, as_json: bool) -> None:
@@ -66,23 +57,13 @@ def print_info(store: Path, as_json: bool) -> None:
 
 def run_rebuild(path: Path, as_json: bool) -> None:
     """Rebuild the catalog of the store at `path`: progress on stderr, what was done on stdout."""
-    log = store.open(path)
-    console = Console(stderr=True)
-    columns = (TextColumn("reading the log"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    began = time.monotonic()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("events", total=sum(log.head().values()))
-        done = rebuild_catalog(log, lambda events: bar.update(task, completed=events))
+    log, began = open_store(path), time.monotonic()
+    total = sum(log.head().values())
+    with counted("reading the log") as ran:
+        done = rebuild_catalog(log, lambda events: ran(events, total))
     seconds = time.monotonic() - began
     if as_json:
-        values = {
-            "catalog": done.catalog,
-            "moved": None if done.moved is None else str(done.moved),
-            "events": done.events,
-            "rows": done.rows,
-            "seconds": round(seconds, 3),
-        }
-        print_json(values)
+        print_json(asdict(done) | {"seconds": round(seconds, 3)})
         return
     if done.moved is not None:
         say(f"the catalog was broken; what was there is now {done.moved}")
@@ -158,13 +139,11 @@ def run_upload(path: Path, as_json: bool) -> None:
     """
     log = open_store(path)
     here = [u for lane in log.lanes() for u in current_units(log.path, lane) if u.remote is None]
-    columns = (TextColumn("uploading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("uploading", total=sum(unit.bytes for unit in here))
-        report = upload_units(log, lambda name, size: progress.update(task, advance=size))
+    with progress("uploading", sum(unit.bytes for unit in here)) as advance:
+        report = upload_units(log, lambda name, size: advance(size))
     address = remote_folder(log.settings().remote.uri or "", log.store_id)
     if as_json:
-        print_json({"address": address} | report.as_json())
+        print_json({"address": address} | asdict(report))
         return
     say(f"{address}: {len(report.units)} units more, {report.bytes / MIB:.1f} MiB, read back and compared")
     say(f"{report.freed / MIB:.1f} MiB of local files removed")

@@ -109,7 +109,7 @@ def _progress() -> Iterator[Callable[[str, str], None]]:
 
 def _print(report: SealReport, as_json: bool) -> None:
     if as_json:
-        print_json(report.as_json(), indent=False)
+        print_json(report, indent=False)
         return
     console = Console()
     units = (">sealed", ">merged", ">removed")

@@ -103,7 +103,7 @@ def store_attach(
 
     report = attach(store, remote, endpoint)
     if json:
-        print_json(report.as_json())
+        print_json(report)
         return
     say(f"{store} reads {remote}: {report.units} units, {report.bytes / MIB:.1f} MiB, which stay there")
     for lane, events in report.lanes.items():
@@ -184,9 +184,9 @@ def store_retire(
     if json:
         print_json(asdict(report))
         return
-    of = f"of policy {policy} in run {run}"
+    whose = f"of policy {policy} in run {run}"
     earlier = f"; {report.before} were retired before" if report.before else ""
-    Console().print(f"retired {len(report.steps)} steps {of}{earlier}")
+    Console().print(f"retired {len(report.steps)} steps {whose}{earlier}")
 
 
 @store_app.command("erase")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from rollbook.cli.progress import progress
@@ -44,22 +42,27 @@ def run_verify(path: Path, weights: bool, as_json: bool) -> int:
         NotAStoreError: there is none.
     """
     log = open_store(path)
-    with _progress(log) as on_bytes:
-        verified = verify_store(log, on_bytes)
+    with progress("verifying", _size(log)) as advance:
+        verified = verify_store(log, advance)
     damaged = any(lane.fault for lane in verified)
     incomplete = [] if damaged else list(islice(incomplete_turns(log), MOST_NAMED + 1))
     of_weights = _of_weights(log) if weights and not damaged else None
     if as_json:
-        found_json: Json = {"lanes": [lane.as_json() for lane in verified]}
-        found_json["incomplete"] = [turn.as_json() for turn in incomplete]
-        found_json["weights"] = None if of_weights is None else asdict(of_weights)
-        print_json(found_json)
+        print_json({"lanes": _lanes_json(verified), "incomplete": incomplete, "weights": of_weights})
     else:
         _print(log.path, verified)
         _print_incomplete(incomplete)
         if not damaged:
             _print_weights(log, of_weights)
     return 1 if damaged or incomplete or (of_weights and of_weights.faults) else 0
+
+
+def _size(log: Store) -> int:
+    return sum(lane_bytes(log.path, lane) for lane in log.lanes())
+
+
+def _lanes_json(lanes: Sequence[LaneVerified | LaneRepaired]) -> list[Json]:
+    return [asdict(lane) | {"whole": lane.fault is None} for lane in lanes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +103,13 @@ def run_repair(path: Path, as_json: bool) -> int:
         LaneLockedError, UpkeepError, RemoteError: as `upkeep.verify`.
     """
     log = open_store(path)
-    with _progress(log) as on_bytes:
-        lanes = repair_store(log, on_bytes)
+    with progress("verifying", _size(log)) as advance:
+        lanes = repair_store(log, advance)
     if as_json:
-        print_json({"lanes": [lane.as_json() for lane in lanes]})
+        print_json({"lanes": _lanes_json(lanes)})
     else:
         _print_repaired(lanes)
     return 1 if any(lane.fault for lane in lanes) else 0
-
-
-@contextlib.contextmanager
-def _progress(log: Store) -> Iterator[Callable[[str, int], None]]:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        total = sum(lane_bytes(log.path, lane) for lane in log.lanes())
-        task = progress.add_task("verifying", total=total)
-        yield lambda lane, count: progress.update(task, advance=count, description=f"verifying {lane}")
 
 
 def _print_repaired(lanes: list[LaneRepaired]) -> None:

@@ -99,14 +99,14 @@ def doctor(
     cut = format_cut(cut_of(log, as_of, run))
     with connect_at(log, cut) as connection, querying(connection):
         course = read_course(connection, run, policy)
-    found = findings(course)
+    signs = findings(course)
     if json:
         print_json(
-            {"run": run, "policy": policy, "steps": len(course.rows), "findings": [*map(asdict, found)]}
+            {"run": run, "policy": policy, "steps": len(course.rows), "findings": [*map(asdict, signs)]}
         )
     else:
-        _print(course, found, f"run {visible(run)}, policy {visible(policy)}")
-    raise typer.Exit(1 if found else 0)
+        _print(course, signs, f"run {visible(run)}, policy {visible(policy)}")
+    raise typer.Exit(1 if signs else 0)
 
 
 def _print(course: TrainingCourse, signs: list[Finding], where: str) -> None:

@@ -332,8 +332,7 @@ def write_curves(
     from rollbook.store.events import EvalFinished, StepCommitted
     from rollbook.store.open import open_store
     from rollbook.store.safe_paths import place_inside
-    from rollbook.train.curves.points import read_points
-    from rollbook.train.curves.writers import EventFile, messages
+    from rollbook.train.curves.reporter import EventFile, messages, read_points
 
     messages()
     log = open_store(path)

@@ -137,7 +137,7 @@ def print_plan(config: TrainConfig, path: Path, as_of: str, ranks: int | None, *
     from rollbook import store
     from rollbook.engines.hub import model_folder
     from rollbook.train.doctor.memory import need_of
-    from rollbook.train.doctor.recorded import read_recorded
+    from rollbook.train.doctor.preflight import read_recorded
     from rollbook.train.model.memory import parameters
     from rollbook.train.model.shape import shape_to_train
 

@@ -8,8 +8,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -79,8 +77,7 @@ def run_train(
     from rollbook.train.curves.reporter import Reporter
     from rollbook.train.loop.loop import train
     from rollbook.train.ranks.launch import launch_here
-    from rollbook.train.ranks.launcher import meet_others, place_in, shared_secret
-    from rollbook.train.ranks.ranks import Ranks, follow_at
+    from rollbook.train.ranks.ranks import Ranks, follow_at, meet_others, place_in, shared_secret
 
     place = place_in(os.environ)
     if place is not None and count not in (None, place.count):
@@ -115,7 +112,7 @@ def _by_ray(config: TrainConfig, strategy: str, within_s: float) -> Launch:
     return functools.partial(launch_by_ray, Room(strategy, gpus, within_s))
 
 
-class TrainingProgress:
+class TrainingProgress(contextlib.AbstractContextManager["TrainingProgress"]):
     """Shows the steps of a training on standard error.
 
     Failures and evaluations are lines everywhere; steps, checkpoints and syncs are lines with their time
@@ -134,12 +131,7 @@ class TrainingProgress:
         self._bar = Progress(*columns, console=self._console, disable=not self._watched)
         self._task: TaskID | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def begun(self, start: TrainingStart) -> None:

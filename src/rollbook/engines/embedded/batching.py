@@ -19,7 +19,7 @@ import queue
 import struct
 import time
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,35 +29,51 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
+from rollbook.engines.embedded.adapters import Adapters
 from rollbook.engines.engine import OnTokens, Prompt, Sampling
 from rollbook.store.errors import EngineError
 from rollbook.store.events import VersionSpan
 
 
 class SeededManager(ContinuousBatchingManager):
-    """Continuous batching whose sampler draws per request."""
+    """Continuous batching whose sampler draws per request.
 
-    def __init__(self, model: Any, generation_config: Any, config: Any) -> None:
-        self._draws = Draws()
+    Args:
+        adapters: those that requests may name.
+    """
+
+    def __init__(self, model: Any, generation_config: Any, config: Any, adapters: Adapters) -> None:
+        self._draws, self._adapters = Draws(), adapters
+        self._top_k, self._top_p = Number("top_k", 0.0), Number("top_p", 1.0)
         self._stale: set[str] = set()
         self._cache_bytes = 0
         super().__init__(model, generation_config, config)
-        self.logit_processor.logits_processor = LogitsProcessorList([Temperature(), self._draws])
-        self.logit_processor.tensors_required = 2
+        self.logit_processor.logits_processor = LogitsProcessorList(
+            [Temperature(), self._draws, self._top_k, self._top_p]
+        )
+        self.logit_processor.tensors_required = 4
         self.logit_processor.do_processing = True
         self.logit_processor._retrieve_processors_kwargs()
 
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
-        draws = self._draws
+        compute = processor.model_runner.compute_batch
+
+        def compute_batch(model: Any, batch_data: Any) -> None:
+            batch = processor.inputs_and_outputs.requests_in_batch
+            names = [str(r.state.logit_processor_kwargs.get("adapter", "")) for r in batch]
+            self._adapters.begin([r.query_length for r in batch], names, [r.has_new_token for r in batch])
+            compute(model, batch_data)
 
         def write_samples(scores: torch.Tensor, output_ids: torch.Tensor) -> None:
-            tokens, logprobs = sample(scores[0].float(), draws.rows)
+            rows = self._draws.rows, self._top_k.rows, self._top_p.rows
+            tokens, logprobs = sample(scores[0].float(), *rows)
             count = tokens.size(0)
             output_ids[0, :count].copy_(tokens)
             # Logprobs travel in the int32 output tensor as their own bits.
             output_ids[1, :count].copy_(logprobs.float().view(dtype=torch.int32))
 
+        processor.model_runner.compute_batch = compute_batch
         processor.model_runner._sample = write_samples
         self._keep_stale_blocks_private(processor.cache)
         return processor
@@ -150,12 +166,16 @@ class SeededManager(ContinuousBatchingManager):
             self.output_router.result_handlers.pop(request_id, None)
 
 
-def make_manager(model: Any, batch_tokens: int, cache_blocks: int | None) -> SeededManager:
+def make_manager(
+    model: Any, batch_tokens: int, cache_blocks: int | None, adapters: Adapters, *, share_prefixes: bool
+) -> SeededManager:
     """Continuous batching of a model, not started.
 
     Args:
         batch_tokens: most tokens of one forward pass.
         cache_blocks: size of the KV cache in blocks of 256 tokens; None lets transformers choose.
+        share_prefixes: whether requests read what others left in the cache of the same tokens, which is
+            wrong where they have other adapters.
     """
     config = ContinuousBatchingConfig(
         max_batch_tokens=batch_tokens,
@@ -164,12 +184,15 @@ def make_manager(model: Any, batch_tokens: int, cache_blocks: int | None) -> See
         per_request_processors=True,
         use_cuda_graph=False,
         use_async_batching=False,
+        allow_block_sharing=share_prefixes,
     )
     stop = model.generation_config.eos_token_id
     generation = GenerationConfig(do_sample=True, eos_token_id=stop, pad_token_id=0)
-    return SeededManager(model, generation, config)
+    return SeededManager(model, generation, config, adapters)
 
 
+NO_TOKEN = -1
+"""An id that is never sampled."""
 GREEDY = -1.0
 """Stands for a draw where the most probable token is taken."""
 
@@ -214,14 +237,22 @@ class Temperature(_PerRequest):
         return scores / rows.unsqueeze(-1)
 
 
-class Draws(_PerRequest):
-    """Leaves the logits alone and keeps each row's draw for the sampler."""
-
-    supported_kwargs = {"seed": int, "prompt_tokens": int}  # noqa: RUF012
-    default = GREEDY
+class _Kept(_PerRequest):
+    """Leaves the logits alone and keeps the number of each row for the sampler."""
 
     def __init__(self) -> None:
         self.rows = torch.empty(0)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        self.rows = tensor_arg[: scores.size(0)].view(dtype=torch.float32)
+        return scores
+
+
+class Draws(_Kept):
+    """The draw of each row."""
+
+    supported_kwargs = {"seed": int, "prompt_tokens": int, "adapter": str}  # noqa: RUF012
+    default = GREEDY
 
     def value(self, state: Any) -> float:
         kwargs = state.logit_processor_kwargs
@@ -231,28 +262,55 @@ class Draws(_PerRequest):
         position = len(state.initial_tokens) - int(kwargs["prompt_tokens"]) + state.generated_len()
         return uniform_draw(int(kwargs["seed"]), position)
 
-    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        self.rows = tensor_arg[: scores.size(0)].view(dtype=torch.float32)
-        return scores
+
+class Number(_Kept):
+    """A number that each request gives by itself."""
+
+    def __init__(self, key: str, default: float) -> None:
+        super().__init__()
+        self.key, self.default = key, default
+        self.supported_kwargs = {key: float}
+
+    def value(self, state: Any) -> float:
+        return float(state.logit_processor_kwargs.get(self.key, self.default))
 
 
-def sample(scores: torch.Tensor, draws: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their logprobs.
+def sample(
+    scores: torch.Tensor, draws: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and their logprobs, which are those of all tokens, whichever are kept to be drawn from.
 
     Args:
         scores: float32 [rows, vocabulary], logits after temperature.
         draws: float32 [rows], in [0, 1), or `GREEDY`.
+        top_k: float32 [rows]: so many of the likeliest tokens are kept; 0: all.
+        top_p: float32 [rows]: of those the likeliest that have this probability together.
 
     Returns:
         (int64 [rows], float32 [rows])
     """
     logprobs = torch.log_softmax(scores, dim=-1)
-    cumulative = logprobs.double().exp().cumsum(-1)
+    probabilities = logprobs.double().exp()
+    if bool(((top_k > 0) | (top_p < 1)).any()):
+        probabilities = likeliest(probabilities, top_k, top_p)
+    cumulative = probabilities.cumsum(-1)
     target = draws.double().unsqueeze(-1) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
     drawn = drawn.clamp_(max=scores.size(-1) - 1)
     tokens = torch.where(draws < 0, logprobs.argmax(-1), drawn)
     return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def likeliest(probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Probabilities [rows, vocabulary] with those 0 that are not kept; arguments as of `sample`."""
+    values, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(values.size(-1), device=values.device)
+    values = values.masked_fill((top_k.unsqueeze(-1) > 0) & (ranks >= top_k.unsqueeze(-1)), 0.0)
+    before = values.cumsum(-1) - values
+    whole = values.sum(-1, keepdim=True)
+    bounds = torch.where(top_p < 1, top_p.double(), torch.inf).unsqueeze(-1)
+    values = values.masked_fill((before >= bounds * whole) & (ranks > 0), 0.0)
+    return torch.zeros_like(values).scatter(-1, order, values)
 
 
 class LiveRequest:
@@ -263,15 +321,24 @@ class LiveRequest:
 
     Attributes:
         ids, logprobs: sampled so far; all of them where the manager's loop stands still.
+        stop_ids: tokens that end it.
         ended: it will sample no more.
         running: under this id in the manager, or None.
+        arrived: when, by the performance counter.
         held_s: seconds that it waited outside.
+        first_token_s: seconds from its arrival until its first token, without those that it waited outside.
     """
 
     def __init__(
-        self, manager: Any, request_id: str, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens
+        self,
+        manager: Any,
+        request_id: str,
+        prompt: Prompt,
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        on_tokens: OnTokens,
     ) -> None:
-        self.request_id = request_id
+        self.request_id, self.stop_ids = request_id, [*stop_ids]
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.aborted = False
@@ -279,6 +346,8 @@ class LiveRequest:
         self.ended = asyncio.Event()
         self.error: str | None = None
         self.held_s = 0.0
+        self.first_token_s: float | None = None
+        self.arrived = time.perf_counter()
         self._manager, self._prompt, self._sampling, self._on_tokens = manager, prompt, sampling, on_tokens
         self._versions: list[tuple[int, int]] = []
         self._left: asyncio.Future[None] | None = None
@@ -315,6 +384,10 @@ class LiveRequest:
                 temperature=float(self._sampling.temperature),
                 seed=int(self._sampling.seed),
                 prompt_tokens=len(self._prompt.ids),
+                top_k=float(max(self._sampling.top_k, 0)),
+                top_p=float(self._sampling.top_p),
+                adapter=self._prompt.adapter,
+                eos_token_id=self.stop_ids or [NO_TOKEN],
                 streaming=True,
             )
             if accepted is None:
@@ -334,6 +407,8 @@ class LiveRequest:
         streamed = len(self.ids) - self._before
         ids, logprobs = (output.generated_tokens or [])[streamed:], (output.logprobs or [])[streamed:]
         if ids:
+            if self.first_token_s is None:
+                self.first_token_s = time.perf_counter() - self.arrived - self.held_s
             self.ids += ids
             self.logprobs += logprobs
             self._on_tokens(ids, logprobs)

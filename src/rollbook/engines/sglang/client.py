@@ -26,7 +26,15 @@ import orjson
 from fastapi import APIRouter
 
 from rollbook.engines.address import EngineAddress
-from rollbook.engines.engine import Activated, Generation, OnTokens, Prompt, Sampling, ignore_tokens
+from rollbook.engines.engine import (
+    Activated,
+    Generation,
+    OnTokens,
+    Prompt,
+    Sampling,
+    TopTokens,
+    ignore_tokens,
+)
 from rollbook.engines.sglang.http import (
     ASK_S,
     CONNECT_S,
@@ -41,6 +49,7 @@ from rollbook.engines.sglang.protocol import (
     Part,
     Routing,
     experts_start,
+    is_early,
     is_greedy,
     moved,
     new_tokens,
@@ -239,18 +248,26 @@ class SglangEngine:
             EngineError: the server cannot be reached, or says why it cannot answer.
         """
         begun = time.perf_counter()
+        timings: Json = {}
+        stream = on_tokens is not ignore_tokens
+
+        def timed(ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
+            timings.setdefault("first_token_us", int((time.perf_counter() - begun) * 1e6))
+            on_tokens(ids, logprobs)
+
         parts: list[Part] = []
         rest = prompt, sampling
         try:
             while True:
-                parts.append(await self._part(prompt.request_id, *rest, on_tokens))
+                parts.append(await self._part(prompt.request_id, *rest, timed if stream else on_tokens))
                 if prompt.request_id in self._ended or not can_continue(parts, sampling):
                     break
                 rest = remaining_request(prompt, sampling, parts)
         finally:
             self._asked.pop(prompt.request_id, None)
             self._ended.discard(prompt.request_id)
-        return join_parts(prompt, sampling, parts, {"engine_us": int((time.perf_counter() - begun) * 1e6)})
+        timings["engine_us"] = int((time.perf_counter() - begun) * 1e6)
+        return join_parts(prompt, sampling, parts, timings)
 
     async def _part(self, request_id: str, prompt: Prompt, sampling: Sampling, on_tokens: OnTokens) -> Part:
         """One request and its result; sent once more if a connection ends before any answer.
@@ -379,7 +396,7 @@ BARREN_PARTS = 3
 
 
 def can_continue(parts: Sequence[Part], sampling: Sampling) -> bool:
-    """Whether a completion whose last part was aborted from outside can be continued.
+    """Whether a completion goes on behind its last part, which was aborted from outside or ended early.
 
     Not under a constraint: its grammar would begin anew with each request, in the middle of a
     text.
@@ -387,7 +404,8 @@ def can_continue(parts: Sequence[Part], sampling: Sampling) -> bool:
     Raises:
         EngineError: the last parts were all without a token.
     """
-    if not parts[-1].aborted or sampling.constraint or _made(parts) >= sampling.max_new_tokens:
+    goes_on = parts[-1].aborted or is_early(parts[-1], sampling)
+    if not goes_on or sampling.constraint or _made(parts) >= sampling.max_new_tokens:
         return False
     if len(parts) >= BARREN_PARTS and not any(len(piece.ids) for piece in parts[-BARREN_PARTS:]):
         raise EngineError(
@@ -438,7 +456,7 @@ def join_parts(prompt: Prompt, sampling: Sampling, parts: Sequence[Part], timing
             spans.append(here)
         at += len(piece.ids)
     reason = parts[-1].finish["type"]
-    if parts[-1].aborted and at >= sampling.max_new_tokens:
+    if (parts[-1].aborted or is_early(parts[-1], sampling)) and at >= sampling.max_new_tokens:
         reason = "length"
     return Generation(
         token_ids(np.concatenate([piece.ids for piece in parts])),
@@ -448,6 +466,7 @@ def join_parts(prompt: Prompt, sampling: Sampling, parts: Sequence[Part], timing
         _semantics(sampling),
         timings | _numbers(parts),
         _experts(prompt, parts),
+        _top(sampling, parts),
     )
 
 
@@ -470,6 +489,21 @@ def _numbers(parts: Sequence[Part]) -> Json:
     if retractions := sum(piece.numbers.get("num_retractions", 0) for piece in parts):
         numbers["num_retractions"] = retractions
     return numbers | ({"resumed": len(parts) - 1} if len(parts) > 1 else {})
+
+
+def _top(sampling: Sampling, parts: Sequence[Part]) -> TopTokens | None:
+    """The likeliest tokens in all places; None if they were not asked for.
+
+    Raises:
+        EngineError: a part has none.
+    """
+    if not sampling.top:
+        return None
+    told = [piece.top for piece in parts if len(piece.ids)]
+    if any(top is None or top.ids.shape[1] != sampling.top for top in told):
+        raise EngineError(f"the server does not tell the {sampling.top} likeliest tokens of each place")
+    whole = [top for top in told if top is not None]
+    return TopTokens(np.concatenate([t.ids for t in whole]), np.concatenate([t.logprobs for t in whole]))
 
 
 def _experts(prompt: Prompt, parts: Sequence[Part]) -> Json:

@@ -23,6 +23,8 @@ ASK_S = 30.0
 """For questions that need no model. A completion may take as long as it takes."""
 CHECKSUMS_S = 600.0
 """For the checksums of all weights, which stand in the way of whatever runs for seconds."""
+ADAPTER_S = 600.0
+"""For an adapter: one leaves only when no request uses it any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +97,48 @@ class SglangServer:
         answer = await self._call("POST", "/update_weight_version", body, ASK_S)
         self._object("/update_weight_version", *answer)
 
-    async def _call(self, method: str, path: str, body: Json | None, seconds: float) -> tuple[int, Any]:
+    async def adapters(self) -> dict[str, str]:
+        """The adapters that it holds: name -> the folder that it read.
+
+        Raises:
+            EngineError: it is no SGLang server, or does not let us in.
+        """
+        answer = self._object("/v1/models", *await self.ask("/v1/models"))
+        return {str(one["id"]): str(one["root"]) for one in answer["data"] if one.get("parent")}
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Have it read an adapter from a folder that it sees by this path.
+
+        Raises:
+            EngineError: it refuses.
+        """
+        body = {"lora_name": name, "lora_path": folder}
+        self._object("/load_lora_adapter", *await self._call("POST", "/load_lora_adapter", body, ADAPTER_S))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have it hold an adapter no more.
+
+        Raises:
+            EngineError: it refuses.
+        """
+        answer = await self._call("POST", "/unload_lora_adapter", {"lora_name": name}, ADAPTER_S)
+        self._object("/unload_lora_adapter", *answer)
+
+    async def generate(self, body: Json) -> Json:
+        """Its answer to a request for tokens, which may take as long as it takes.
+
+        Raises:
+            EngineError: it refuses.
+        """
+        answer = await self._call("POST", "/generate", body, None, control=False)
+        return self._object("/generate", *answer)
+
+    async def _call(
+        self, method: str, path: str, body: Json | None, seconds: float | None, *, control: bool = True
+    ) -> tuple[int, Any]:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_S)
-        data = None if body is None else orjson.dumps(body)
-        headers = self.keys.headers(control=body is not None)
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        headers = self.keys.headers(control=control and body is not None)
         try:
             async with self.session.request(
                 method, self.url + path, data=data, headers=headers, timeout=timeout
@@ -120,7 +160,8 @@ class SglangServer:
                 "--admin-api-key by --engine-admin-key"
             )
         if status != 200 or not isinstance(reply, dict) or reply.get("success") is False:
-            why = f": {str(reply.get('message'))[:300]}" if isinstance(reply, dict) else ": is it SGLang?"
+            told = reply.get("message") or reply.get("error_message") if isinstance(reply, dict) else None
+            why = f": {str(told)[:300]}" if isinstance(reply, dict) else ": is it SGLang?"
             raise EngineError(f"{self.url}{path} answers {status}{why}")
         return reply
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from rollbook.engines.engine import Prompt, Sampling
+from rollbook.engines.engine import Prompt, Sampling, Scores, TopTokens
 from rollbook.store.errors import EngineError
 from rollbook.store.events import Json, Logprobs, TokenIds, VersionSpan, token_ids
 
@@ -56,6 +56,7 @@ class Part:
         experts: int32 [positions, layers, topk]; None if the server returns none, or those of
             other weights.
         numbers: of cached tokens, and how often the request was retracted, if not zero.
+        top: the likeliest tokens in each place, if they were asked for.
     """
 
     ids: TokenIds
@@ -64,6 +65,7 @@ class Part:
     finish: Json
     experts: npt.NDArray[np.int32] | None
     numbers: dict[str, int]
+    top: TopTokens | None = None
 
     @property
     def aborted(self) -> bool:
@@ -130,7 +132,54 @@ def request_body(prompt: Prompt, sampling: Sampling, stream: bool, routing: Rout
     }
     if routing is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": experts_start(prompt)}
+    if sampling.top:
+        body["top_logprobs_num"] = sampling.top
+    if prompt.adapter:
+        body["lora_path"] = prompt.adapter
     return body | ({"image_data": list(prompt.images)} if prompt.images else {})
+
+
+def score_body(ids: TokenIds, adapter: str, top: int) -> Json:
+    """A request for the logprobs of given tokens: they are of temperature 1, whatever is asked for."""
+    body: Json = {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": top,
+    }
+    return body | ({"lora_path": adapter} if adapter else {})
+
+
+def read_scores(answer: Any, ids: TokenIds, top: int) -> Scores:
+    """Parse a server's answer to `score_body`.
+
+    Raises:
+        EngineError: it does not match the request.
+    """
+    try:
+        meta = answer["meta_info"]
+        entries = meta["input_token_logprobs"]
+        if [entry[1] for entry in entries] != ids.tolist():
+            raise EngineError("the server's input_token_logprobs are not of the tokens that were sent")
+        logprobs = np.asarray([_number(entry[0]) for entry in entries], dtype=np.float32)
+        likeliest = _likeliest(meta["input_top_logprobs"], len(ids), top) if top else None
+    except _NOT_SGLANGS as error:
+        raise EngineError(f"the server's answer is not SGLang's: {error!r}") from error
+    return Scores(logprobs, likeliest)
+
+
+def _likeliest(places: Any, count: int, least: int = 0) -> TopTokens:
+    """The likeliest tokens in each of `count` places, in `least` columns or more; NaN where it is silent."""
+    places = [place or [] for place in places]
+    if len(places) != count:
+        raise EngineError(f"the server tells the likeliest tokens of {len(places)} places, not of {count}")
+    most = max(least, *map(len, places), 0)
+    top = TopTokens(np.zeros((count, most), np.int32), np.full((count, most), np.nan, np.float32))
+    for at, place in enumerate(places):
+        top.ids[at, : len(place)] = [entry[1] for entry in place]
+        top.logprobs[at, : len(place)] = [_number(entry[0]) for entry in place]
+    return top
 
 
 def experts_start(prompt: Prompt) -> int:
@@ -160,6 +209,10 @@ def sampling_params(sampling: Sampling) -> Json:
         "spaces_between_special_tokens": False,
     }
     params |= {name: getattr(sampling, name) for name in _AS_NAMED}
+    if sampling.stop_ids == ():
+        params["ignore_eos"] = True
+    elif sampling.stop_ids is not None:  # the model's own end it too: see `is_early`
+        params["stop_token_ids"] = list(sampling.stop_ids)
     if sampling.stop:
         params["stop"] = list(sampling.stop)
     if sampling.logit_bias:
@@ -167,6 +220,17 @@ def sampling_params(sampling: Sampling) -> Json:
     for kind, value in (sampling.constraint or {}).items():
         params[kind] = orjson.dumps(value).decode() if kind == "json_schema" else value
     return params
+
+
+def is_early(piece: Part, sampling: Sampling) -> bool:
+    """Whether a part ended at the model's own stop, where others were asked for in its place.
+
+    SGLang with `ignore_eos` looks for no stop token at all, and without it always for the model's own.
+    """
+    matched, asked = piece.finish.get("matched"), sampling.stop_ids
+    if not asked or piece.finish["type"] != "stop" or not isinstance(matched, int):
+        return False
+    return matched not in asked
 
 
 def new_tokens(chunk: Any, known: int) -> tuple[list[int], list[tuple[float, int]]]:
@@ -224,6 +288,7 @@ def part(answer: Json, prompt: Prompt, policy: str, routing: Routing | None, ver
             dict(meta["finish_reason"]),
             _experts(meta, len(prompt.ids) + len(ids) - 1 - experts_start(prompt), routing),
             {name: int(meta[name]) for name in ("cached_tokens", "num_retractions") if meta.get(name)},
+            _likeliest(meta["output_top_logprobs"], len(ids)) if meta.get("output_top_logprobs") else None,
         )
         failed = result.finish["type"] == "abort" and not result.aborted
     except _NOT_SGLANGS as error:

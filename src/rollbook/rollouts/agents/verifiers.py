@@ -15,7 +15,7 @@ import orjson
 from rollbook.rollouts.config import AgentConfig, ClocksConfig
 from rollbook.rollouts.jobs import Job, Started, until
 from rollbook.rollouts.launchers.agent_environment import passed, placed
-from rollbook.rollouts.launchers.launching import Exit, Launch, Launcher, Leak, Limits, Running
+from rollbook.rollouts.launchers.launching import Exit, Launch, Launcher, Leak, Running
 from rollbook.rollouts.outcome import Ended, Outcome
 from rollbook.store.errors import LaunchError
 from rollbook.store.events import Json
@@ -116,7 +116,7 @@ class Verifiers:
             output=folder,
             isolation=agent.isolation,
             require=agent.require,
-            limits=Limits(**agent.limits.model_dump()),
+            limits=agent.limits,
             user=agent.user,
         )
 
@@ -197,17 +197,17 @@ class _Rollout:
         self.isolation: Json = worker.isolation
         self._worker, self._job, self._clocks = worker, job, clocks
         request = {"id": job.launch_id, "idx": job.task.values.get("idx"), "key": job.address.key}
-        self._told = worker.ask(request | {"base_url": job.address.openai})
+        self._reply = worker.ask(request | {"base_url": job.address.openai})
 
     async def end(self) -> tuple[Ended, Exit | None]:
         """As `Started`."""
         try:
-            stopped = await until(self._told, self._job, self._clocks)
+            stopped = await until(self._reply, self._job, self._clocks)
             if stopped is not None:
                 self._worker.cancel(self._job.launch_id)
-                await asyncio.wait({self._told}, timeout=self._clocks.grace_s)
+                await asyncio.wait({self._reply}, timeout=self._clocks.grace_s)
                 return Ended(stopped=stopped), None
-            result = self._told.result()
+            result = self._reply.result()
         except LaunchError as error:
             return Ended(infrastructure=str(error)), None
         except BaseException:

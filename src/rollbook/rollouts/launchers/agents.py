@@ -24,7 +24,7 @@ from rollbook.rollouts.launchers.agent_environment import (
 from rollbook.rollouts.launchers.cgroups import controllers
 from rollbook.rollouts.launchers.container_launcher import ContainerLauncher
 from rollbook.rollouts.launchers.isolation import Files
-from rollbook.rollouts.launchers.launching import Exit, Launch, Launcher, Leak, Limits, Running
+from rollbook.rollouts.launchers.launching import Exit, Launch, Launcher, Leak, Running
 from rollbook.rollouts.launchers.subprocess_launcher import SubprocessLauncher
 from rollbook.rollouts.outcome import Ended, Outcome
 from rollbook.rollouts.proxy import Proxy
@@ -50,7 +50,6 @@ class Programs:
         self._agent, self._clocks, self._launcher, self._inside = agent, clocks, launcher, inside
         self._here = inside is None or inside[0] is None
         self._command = placed(agent.command) if self._here else agent.command
-        self._limits = Limits(**agent.limits.model_dump())
 
     async def start(self, job: Job) -> Started:
         """As `Agents`."""
@@ -65,7 +64,7 @@ class Programs:
             output=job.folder,
             isolation=agent.isolation,
             require=agent.require,
-            limits=self._limits,
+            limits=agent.limits,
             labels=job.labels,
             places=await asyncio.to_thread(places_of, job.task, job.folder) if self._here else {},
             user=agent.user,
@@ -134,7 +133,7 @@ def agents_of(config: RolloutConfig, proxy: Proxy, launcher: Launcher) -> Agents
         return _in_containers(config, config.agent.container)
     if config.agent.launcher == "ray":
         return _on_nodes(config)
-    controllers(Limits(**config.agent.limits.model_dump()))
+    controllers(config.agent.limits)
     if config.agent.launcher == "verifiers":
         from rollbook.rollouts.agents.verifiers import Verifiers
 

@@ -4,6 +4,8 @@ used.
 Only version 2 is used, in which all controllers share one tree. A group is made inside the tree's
 root, or beside this process's own, as version 2 allows none inside a group with processes. Nothing
 is mounted, and no other process is moved.
+
+Processes that launches left behind: found by what is in their environment, never by a name.
 """
 
 from __future__ import annotations
@@ -12,13 +14,101 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.rollouts.launchers.launching import Leak, Limits
-from rollbook.rollouts.launchers.leaks import command_of, watched_launches
+from rollbook.rollouts.launchers.reaper import command_of
 from rollbook.store.errors import LaunchError
+from rollbook.store.whose import START
+
+LAUNCH_ID, KEEPER = "ROLLBOOK_LAUNCH_ID", "ROLLBOOK_KEEPER"
+"""In the environment of all processes of a launch; of its keeper, and what this is wrapped in, alone."""
+
+
+def start() -> dict[str, str]:
+    """What processes of a launch have in their environment, to be known as this start's."""
+    return {START: os.environ[START]} if START in os.environ else {}
+
+
+def start_of(pid: int) -> str | None:
+    """The start of a run that another process belongs to, as NAME=VALUE; None: it is of none, or ended."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    return next((entry for entry in environment if entry.startswith(f"{START}=")), None)
+
+
+def end_left(alive: frozenset[str]) -> list[Leak]:
+    """End the processes of launches that are not among those alive, and that nobody watches over.
+
+    A keeper goes as soon as its launcher does. Where one runs, its launch is some launcher's.
+    """
+    tagged = dict(_tagged())
+    spared = alive | _watched(tagged)
+    return _end(tagged, lambda launch_id: launch_id not in spared)
+
+
+def watched_launches() -> frozenset[str]:
+    """The launches of this user that somebody watches over."""
+    return _watched(dict(_tagged()))
+
+
+def end_launch(launch_id: str) -> list[Leak]:
+    """End all processes of one launch."""
+    return _end(dict(_tagged()), lambda owner: owner == launch_id)
+
+
+def _watched(tagged: dict[int, tuple[str, bool]]) -> frozenset[str]:
+    return frozenset(launch_id for launch_id, is_keeper in tagged.values() if is_keeper)
+
+
+def _tagged() -> Iterator[tuple[int, tuple[str, bool]]]:
+    """The processes of this user that are of a launch: pid, id of the launch, and whether it keeps others."""
+    user = os.getuid()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                if os.stat(f"/proc/{name}").st_uid == user and (tag := _tag(int(name))):
+                    yield int(name), tag
+            except OSError:
+                continue  # it ended meanwhile, or is not to be looked into
+
+
+def _tag(pid: int) -> tuple[str, bool] | None:
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ids = [entry.partition(b"=")[2] for entry in environment if entry.startswith(f"{LAUNCH_ID}=".encode())]
+    return (ids[-1].decode(errors="replace"), f"{KEEPER}=1".encode() in environment) if ids else None
+
+
+def _end(tagged: dict[int, tuple[str, bool]], wanted: Callable[[str], bool]) -> list[Leak]:
+    leaks = []
+    for pid, (launch_id, is_keeper) in tagged.items():
+        # What a process leaves behind is what it started: this very process may be of a launch itself.
+        if wanted(launch_id) and pid != os.getpid() and (command := _end_one(pid, (launch_id, is_keeper))):
+            leaks.append(Leak(launch_id, pid, command))
+    return leaks
+
+
+def _end_one(pid: int, tag: tuple[str, bool]) -> str | None:
+    """SIGKILL to a process, unless its pid is another's by now; its command line."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return None
+    try:
+        if _tag(pid) != tag:
+            return None
+        command = command_of(pid)
+        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return command
+
 
 MIB = 1 << 20
 PERIOD_US = 100_000
@@ -117,7 +207,7 @@ class Cgroup:
 
     def end(self) -> list[tuple[int, str]]:
         """End what is left in the group, and remove it: pids and command lines of what was left."""
-        return [] if self.folder is None else _end(self.folder)
+        return [] if self.folder is None else _emptied(self.folder)
 
     def remove(self) -> None:
         """Remove it, as far as it is there; it is empty."""
@@ -138,7 +228,7 @@ def sweep(alive: frozenset[str]) -> list[Leak]:
         Leak(launch_id, pid, command)
         for launch_id, folder in sorted(groups.items())
         if launch_id not in spared and not _beginning(folder)
-        for pid, command in _end(folder)
+        for pid, command in _emptied(folder)
     ]
 
 
@@ -212,7 +302,7 @@ def _limit(controller: str, folder: Path, limits: Limits) -> None:
 # What is in a group ---------------------------------------------------------------------------------------
 
 
-def _end(folder: Path) -> list[tuple[int, str]]:
+def _emptied(folder: Path) -> list[tuple[int, str]]:
     """SIGKILL to all that is in the group until nothing is, and remove it; what was there at first."""
     commands = {pid: command_of(pid) for pid in _pids(folder)}
     until = time.monotonic() + EMPTY_S

@@ -22,9 +22,10 @@ from typing import Any, Literal
 import orjson
 
 from rollbook.rollouts.config import ContainerConfig
-from rollbook.rollouts.launchers import leaks
+from rollbook.rollouts.launchers import cgroups
 from rollbook.rollouts.launchers.agent_environment import DEFAULT_NETWORK, GATEWAY, HOST_NETWORK
 from rollbook.rollouts.launchers.launching import Exit, Launch, Launcher, Leak, Limits, Running
+from rollbook.rollouts.launchers.reaper import TOLD_LENGTH
 from rollbook.rollouts.launchers.subprocess_launcher import MIB, SubprocessLauncher
 from rollbook.store.errors import LaunchError
 from rollbook.store.events import Json
@@ -100,7 +101,7 @@ class ContainerLauncher(Launcher):
             return []
         # First the containers and then who is watched over: a keeper is there before its container is.
         there = engine_.containers()
-        spared = alive | leaks.watched_launches()
+        spared = alive | cgroups.watched_launches()
         gone = []
         for container in there:
             labels = container["Config"]["Labels"]
@@ -110,7 +111,7 @@ class ContainerLauncher(Launcher):
                 command = (
                     f"container {container['Id'][:12]}: {' '.join(container['Config'].get('Cmd') or ())}"
                 )
-                gone.append(Leak(launch_id, container["State"].get("Pid") or 0, command[: leaks.TOLD_LENGTH]))
+                gone.append(Leak(launch_id, container["State"].get("Pid") or 0, command[:TOLD_LENGTH]))
         return gone
 
     # What is there ----------------------------------------------------------------------------
@@ -185,19 +186,19 @@ class _Contained(Running):
     def __init__(self, client: Running, launch: Launch, isolation: Json) -> None:
         self.isolation = isolation
         self._client, self._launch = client, launch
-        self._found: Exit | None = None
+        self._exit: Exit | None = None
 
     async def wait(self) -> Exit:
         """Wait until its first process ended, and its container is gone."""
         client = await self._client.wait()
-        self._found = self._found or self._ended(client)
-        return self._found
+        self._exit = self._exit or self._ended(client)
+        return self._exit
 
     async def stop(self, grace_s: float) -> Exit:
         """End it: SIGTERM by the client to its first process, and after `grace_s` the container."""
         client = await self._client.stop(grace_s)
-        self._found = self._found or self._ended(client)
-        return replace(self._found, infrastructure=None)
+        self._exit = self._exit or self._ended(client)
+        return replace(self._exit, infrastructure=None)
 
     def _ended(self, client: Exit) -> Exit:
         """How the container ended, as the engine said; of the client's own end only what it printed."""
@@ -351,10 +352,10 @@ class Engine:
         Raises:
             LaunchError: it is not there, and cannot be pulled.
         """
-        images = self._said("image", "inspect", name)
+        images = self._answer("image", "inspect", name)
         if images is None:
             pulled = _run([self.program, "pull", "--quiet", name], PULL_S)
-            images = self._said("image", "inspect", name)
+            images = self._answer("image", "inspect", name)
             if images is None:
                 why = _last(pulled.stderr) or f"it ended with {pulled.returncode}"
                 raise LaunchError(f"image {name!r} is not there, and {self.name} cannot pull it: {why}")
@@ -366,14 +367,14 @@ class Engine:
         listed = _run([self.program, "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={LAUNCH}"])
         ids = listed.stdout.decode().split()
         # One that goes meanwhile is left out of the answer, whatever the exit code.
-        return (self._said("container", "inspect", *ids, whole=False) or []) if ids else []
+        return (self._answer("container", "inspect", *ids, whole=False) or []) if ids else []
 
     def remove(self, container: str) -> None:
         """End a container, and remove it with what is its own."""
         _run([self.program, "kill", container])
         _run([self.program, "rm", "--force", "--volumes", container])
 
-    def _said(self, *words: str, whole: bool = True) -> list[Any] | None:
+    def _answer(self, *words: str, whole: bool = True) -> list[Any] | None:
         done = _run([self.program, *words])
         try:
             value = orjson.loads(done.stdout)

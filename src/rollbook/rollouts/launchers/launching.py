@@ -6,10 +6,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
+from pydantic import Field
+
+from rollbook.store.config import Table
 from rollbook.store.events import Json
 
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Level = Literal["none", "session", "bwrap"]
 """How far an agent's processes are kept from others: not at all; in a session of their own; in a namespace of
 processes, which ends with its launcher, with files of their own."""
@@ -17,30 +21,26 @@ Isolation = Literal["auto", "none", "session", "bwrap"]
 """What is asked for: a level, which has to work here then, or `auto`, the most that works here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What an agent may take; None: as much as the launcher itself may.
+class Limits(Table):
+    """`[agent.limits]`: what an agent may take; absent: as much as there is."""
 
-    Attributes:
-        memory_mb: of all of its processes by a cgroup; where there can be none, of each as address space:
-            what asks for more is refused it.
-        processes: processes and threads at once.
-        cpus: that it may keep busy.
-        cpu_s: of each of its processes; SIGXCPU then, and SIGKILL a second later.
-        file_mb: of each file that it writes; SIGXFSZ then.
-        open_files: of each of its processes.
-        disk_mb: of its folder, as it is measured now and then.
-        output_mb: kept of each of stdout and stderr, its beginning; the rest is read and let go.
-    """
-
-    memory_mb: int | None = None
-    processes: int | None = None
-    cpus: float | None = None
-    cpu_s: int | None = None
-    file_mb: int | None = None
-    open_files: int | None = None
-    disk_mb: int | None = None
-    output_mb: float = 8.0
+    memory_mb: Positive | None = None
+    """Memory of all of its processes, by a cgroup; where subprocess can make none, address space of each."""
+    processes: Positive | None = None
+    """Its processes and threads at once, by a cgroup; where none can be made, nothing is started."""
+    cpus: Annotated[float, Field(gt=0)] | None = None
+    """CPUs that it may keep busy, by a cgroup; where none can be made, nothing is started."""
+    cpu_s: Positive | None = None
+    """CPU time of each of its processes."""
+    file_mb: Positive | None = None
+    """Size of each file that it writes."""
+    open_files: Positive | None = None
+    """Open files of each of its processes."""
+    disk_mb: Positive | None = None
+    """What its folder may take of the disk, measured every 2 s; what takes more is ended. With bwrap its
+    /tmp, which is memory, is bounded by as much."""
+    output_mb: Annotated[float, Field(ge=0)] = 8.0
+    """Kept of each of stdout and stderr, the beginning; the rest is let go."""
 
 
 @dataclass(frozen=True, slots=True)

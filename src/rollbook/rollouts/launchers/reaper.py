@@ -129,7 +129,7 @@ class Reaper:
         """The processes that still run, without the first: pids and command lines."""
         if self.status is not None and not self._reap():
             return []
-        return [(pid, _command(pid)) for pid in self._running() if pid != self.agent]
+        return [(pid, command_of(pid)) for pid in self._running() if pid != self.agent]
 
     def _running(self) -> list[int]:
         parents = {}
@@ -185,7 +185,8 @@ def _stat(name: str) -> list[bytes] | None:
         return None
 
 
-def _command(pid: int) -> str:
+def command_of(pid: int) -> str:
+    """A process's command line, or its beginning; `?` of one that has none, or ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             words = file.read(4 * TOLD_LENGTH).replace(b"\0", b" ").decode(errors="replace")

@@ -19,7 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TypeVar
 
-from rollbook.rollouts.launchers import cgroups, isolation, leaks, reaper
+from rollbook.rollouts.launchers import cgroups, isolation, reaper
+from rollbook.rollouts.launchers import cgroups as leaks
 from rollbook.rollouts.launchers.cgroups import Cgroup
 from rollbook.rollouts.launchers.isolation import User, hand_over, user_of
 from rollbook.rollouts.launchers.launching import Exit, Launch, Launcher, Leak, Level, Limits, Running

@@ -20,6 +20,14 @@ for (const twin of all("[data-twin]")) {
   twin.href = location.pathname + ".json" + location.search;
 }
 
+// What scrolls sideways is scrolled by keys too, once it has the focus.
+new ResizeObserver(() => {
+  for (const box of all("section, .wide")) {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
+  }
+}).observe(document.body);
+
 // Keys: rows by j and k, what they lead to by Enter, up by u.
 let at = -1;
 function go(by) {
@@ -45,9 +53,26 @@ document.addEventListener("keydown", (event) => {
 });
 one("#help").addEventListener("click", keys["?"]);
 
+// Forms that write to the log: their fields as JSON, and the part of the page they stand in is asked for anew.
+const parsed = (text) => { try { return JSON.parse(text); } catch { return text; } };
+document.addEventListener("submit", async (event) => {
+  const form = event.target.closest("form[data-write]");
+  if (!form) return;
+  event.preventDefault();
+  const fields = {};
+  for (const [name, text] of new FormData(form, event.submitter)) {
+    if (text !== "") fields[name] = "json" in (form.elements[name].dataset ?? {}) ? parsed(text) : text;
+  }
+  const headers = { "content-type": "application/json" };
+  const reply = await fetch(form.dataset.write, { method: "POST", headers, body: JSON.stringify(fields) });
+  const { error } = await reply.json();
+  one("output", form).textContent = error ? error.message : "written";
+  if (!error) form.closest("[hx-get]")?.dispatchEvent(new Event("written"));
+});
+
 // Curves of a run: a panel a metric, drawn again in the colours of the theme.
 const panels = [];
-function drawPanel({ place, steps, values, name, to }) {
+function drawPanel({ place, steps, sides, name, to }) {
   const ink = getComputedStyle(root);
   const [dim, line, link] = ["--dim", "--line", "--link"].map((colour) => ink.getPropertyValue(colour));
   const axis = { stroke: dim, grid: { stroke: line, width: 1 }, ticks: { stroke: line }, font: "11px system-ui" };
@@ -57,28 +82,33 @@ function drawPanel({ place, steps, values, name, to }) {
   const shown = document.createElement("span");
   title.append(shown);
   place.append(title);
-  const last = values.findLast((value) => value !== null);
+  const lasts = sides.map((values) => values.findLast((value) => value != null));
   const say = (index) => {
-    const value = index == null ? last : values[index];
-    shown.textContent = (index == null ? "" : `step ${steps[index]}: `) + (value == null ? "–" : value.toPrecision(4));
+    const values = index == null ? lasts : sides.map((values) => values[index]);
+    const words = values.map((value) => value == null ? "–" : value.toPrecision(4)).join(" and ");
+    shown.textContent = (index == null ? "" : `step ${steps[index]}: `) + words;
   };
   say(null);
   const plot = new uPlot({
     width: place.clientWidth - 20, height: 150, legend: { show: false }, cursor: { y: false, points: { size: 6 } },
     scales: { x: { time: false } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 52 }],
-    series: [{}, { stroke: link, width: 1.4, spanGaps: true, points: { show: steps.length < 60, size: 4 } }],
+    series: [{}, ...sides.map((_, side) => ({
+      stroke: side ? ink.getPropertyValue("--hot") : link, width: 1.4, spanGaps: true, points: { show: steps.length < 60, size: 4 },
+    }))],
     hooks: { setCursor: [(plot) => say(plot.cursor.idx)] },
-  }, [steps, values], place);
+  }, [steps, ...sides], place);
   plot.over.addEventListener("click", () => { if (plot.cursor.idx != null) location.href = to + steps[plot.cursor.idx]; });
 }
 function drawAll() { for (const panel of panels) drawPanel(panel); }
 for (const box of all("[data-curves]")) {
-  fetch(box.dataset.curves).then((reply) => reply.json()).then(({ step, metrics }) => {
-    for (const [name, values] of Object.entries(metrics)) {
+  const asked = [box.dataset.curves, box.dataset.other].filter(Boolean);
+  Promise.all(asked.map(async (address) => (await fetch(address)).json())).then((runs) => {
+    for (const name of new Set(runs.flatMap(({ metrics }) => Object.keys(metrics)))) {
       const place = document.createElement("div");
       place.className = "curve";
       box.append(place);
-      panels.push({ place, steps: step, values, name, to: box.dataset.step });
+      const [steps, ...sides] = uPlot.join(runs.map(({ step, metrics }) => [step, metrics[name] ?? step.map(() => null)]));
+      panels.push({ place, steps, sides, name, to: box.dataset.step });
     }
     drawAll();
     if (!panels.length) box.textContent = "No step has a metric yet.";
@@ -139,13 +169,40 @@ if (view) {
     const place = token.parentElement.start + [...token.parentElement.children].indexOf(token);
     const mine = ++wanted;
     const reply = await fetch(`${tokens.dataset.card}${place}?${bar.dataset.rest.slice(1)}`);
-    if (mine === wanted) card.innerHTML = await reply.text();
+    const text = await reply.text();
+    if (mine === wanted) card.innerHTML = reply.ok ? text : `<p class="error">${reply.status}: ask again</p>`;
   };
-  tokens.addEventListener("click", ({ target }) => {
-    if (target.tagName !== "I") return;
+  // One token is reached by Tab; from there the arrow keys lead to those beside it, and to other parts.
+  const choose = (token) => {
     chosenToken?.classList.remove("at");
-    (chosenToken = target).classList.add("at");
-    show(target);
+    chosenToken?.removeAttribute("tabindex");
+    chosenToken?.removeAttribute("role");
+    chosenToken = token;
+    token.tabIndex = 0;
+    token.setAttribute("role", "button");
+  };
+  const chunkOf = (token, by) => chunks[chunks.indexOf(token.parentElement) + by];
+  const partOf = (token, by) => by > 0 ? token.closest("section").nextElementSibling : token.closest("section").previousElementSibling;
+  const beside = {
+    ArrowRight: (token) => token.nextElementSibling ?? chunkOf(token, 1)?.firstElementChild,
+    ArrowLeft: (token) => token.previousElementSibling ?? chunkOf(token, -1)?.lastElementChild,
+    ArrowDown: (token) => partOf(token, 1)?.querySelector("i"),
+    ArrowUp: (token) => partOf(token, -1)?.querySelector("i"),
+  };
+  const open = (token) => {
+    choose(token);
+    token.classList.add("at");
+    show(token);
+  };
+  if (chunks.length) choose(chunks[0].firstElementChild);
+  tokens.addEventListener("click", ({ target }) => { if (target.tagName === "I") open(target); });
+  tokens.addEventListener("keydown", (event) => {
+    const { key, target } = event;
+    if (target !== chosenToken) return;
+    const next = beside[key]?.(target);
+    if (key === "Enter" || key === " ") open(target);
+    else if (next) { choose(next); next.focus(); }
+    if (key === "Enter" || key === " " || beside[key]) event.preventDefault();
   });
 }
 

@@ -1,0 +1,72 @@
+"""The CONFIG of a training service: typed keys of a TOML file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from rollbook.store.config import Table, describe_invalid, invalid_values, override, read_toml
+from rollbook.store.errors import ConfigError
+
+
+class SamplerConfig(Table):
+    """What samples for clients."""
+
+    engine: Literal["embedded", "sglang", "none"] = "embedded"
+    """`embedded`: transformers in this process; `sglang`: a server at `url`; `none`: nothing is sampled."""
+    url: str = ""
+    """Of `sglang`: the server's address, such as http://127.0.0.1:30000. It reads adapters where the service
+    writes them: the store's folder has the same path on both machines."""
+    adapters: Annotated[int, Field(ge=1)] = 32
+    """Adapters that the engine holds at once."""
+    batch_tokens: Annotated[int, Field(ge=1)] = 1024
+    """Of `embedded`: tokens of one forward pass, at most."""
+    cache_blocks: Annotated[int, Field(ge=1)] = 64
+    """Of `embedded`: size of the KV cache in blocks of 256 tokens."""
+
+
+class ServiceConfig(Table):
+    """A service: the base model that clients train adapters of, and how it computes."""
+
+    base: str
+    """Folder of the base model, in Hugging Face's form; clients name it by `name`."""
+    name: str = ""
+    """What clients call the base model; absent: the folder as it is written here. Where it is no folder that
+    clients have, they cannot load its tokenizer by this name."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it computes; `auto` is CUDA where there is one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and activations."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """Threads of torch on the CPU: they change bits."""
+    recompute: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+
+    models: Annotated[int, Field(ge=1)] = 16
+    """Models of clients in the device's memory at once; as many more are in this host's, the others on its
+    disk until their next operation."""
+    sampler: SamplerConfig = SamplerConfig()
+
+    @property
+    def base_name(self) -> str:
+        """What clients call the base model."""
+        return self.name or self.base
+
+
+def load_service_config(path: Path, overrides: list[str]) -> ServiceConfig:
+    """Read a CONFIG.
+
+    Raises:
+        ConfigError: it cannot be read, or a key is unknown, missing or ill-typed; all are named.
+    """
+    values = read_toml(path)
+    for text in overrides:
+        override(values, text)
+    try:
+        return ServiceConfig.model_validate_json(json.dumps(values, default=str))
+    except ValidationError as error:
+        wrong = [f"  {v.key}: {describe_invalid(ServiceConfig, v)}" for v in invalid_values(error, values)]
+        raise ConfigError("\n".join([f"{path}:", *wrong])) from error

@@ -1,0 +1,431 @@
+"""Samples for clients: each request is durable before it is answered, and what it gave before it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rollbook.engines.engine import (
+    Generation,
+    Prompt,
+    Sampling,
+    Scores,
+    ServesAdapters,
+    TopTokens,
+    ignore_tokens,
+)
+from rollbook.service import trajectories
+from rollbook.service.journal import Journal, failure_of
+from rollbook.service.requests import CreateSampler, Sample, digest_of
+from rollbook.service.stop_texts import StopTexts, Texts
+from rollbook.store import Event
+from rollbook.store.errors import EngineError, EngineLostError, RequestError
+from rollbook.store.events import (
+    Json,
+    OperationAccepted,
+    OperationEnded,
+    Record,
+    SamplerOpened,
+    TokenIds,
+    token_ids,
+)
+from rollbook.store.ids import new_id
+from rollbook.store.safe_paths import place_inside
+from rollbook.train.tenants.bodies import sent_body, stored_body
+from rollbook.train.tenants.operations import (
+    SAMPLE,
+    Operation,
+    Saved,
+    request_id_of,
+    run_of,
+    sampler_id_of,
+)
+from rollbook.train.tenants.origins import key_of
+from rollbook.train.tenants.wire import Sampled, write_samples
+
+RUN = "service"
+"""Of events that are of no model."""
+AGAIN_S = 1.0
+"""Between two tries to reach an engine that is lost."""
+_log = logging.getLogger(__name__)
+
+
+class HeldAdapters:
+    """The adapters that an engine holds for samplers: as many as it may, those that were used last.
+
+    Args:
+        most: adapters at once.
+    """
+
+    def __init__(self, engine: ServesAdapters, journal: Journal, most: int) -> None:
+        self._engine, self._journal, self._most = engine, journal, most
+        self._held = OrderedDict[str, None]()
+        self._users = Counter[str]()
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def use(self, sampler: SamplerOpened) -> AsyncIterator[str]:
+        """Context: the engine holds a sampler's adapter, by this name; "" for none.
+
+        Raises:
+            EngineError: it cannot be loaded, or is another than was saved.
+        """
+        if sampler.checkpoint is None:
+            yield ""
+            return
+        name = sampler.weights_digest
+        async with self._changed:
+            await self._changed.wait_for(lambda: name in self._held or self._room())
+            if name not in self._held:
+                await self._load(name, sampler.checkpoint)
+            self._held.move_to_end(name)
+            self._users[name] += 1
+        try:
+            yield name
+        finally:
+            async with self._changed:
+                self._users[name] -= 1
+                self._changed.notify_all()
+
+    def _room(self) -> bool:
+        return len(self._held) < self._most or any(not self._users[name] for name in self._held)
+
+    async def _load(self, name: str, checkpoint: str) -> None:
+        if len(self._held) >= self._most:
+            idle = next(held for held in self._held if not self._users[held])
+            await self._engine.unload_adapter(idle)
+            del self._held[idle]
+        await self._engine.load_adapter(name, place_inside(self._journal.log.path, checkpoint), name)
+        self._held[name] = None
+
+
+class Sampler:
+    """Opens samplers, and samples for them.
+
+    Args:
+        engine: serves the base model, and adapters beside it.
+        digest: of the base model's weights.
+        texts: of its tokens; None: there is no tokenizer, and no stop may be a text.
+        most_adapters: that the engine holds at once.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        engine: ServesAdapters,
+        base_model: str,
+        digest: str,
+        texts: Texts | None,
+        most_adapters: int,
+    ) -> None:
+        self._journal, self._engine, self._texts = journal, engine, texts
+        self._base_model, self._digest = base_model, digest
+        self._adapters = HeldAdapters(engine, journal, most_adapters)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: set[str] = set()
+        self._delivered: set[str] = set()
+
+    async def start(self) -> None:
+        """Begin, with what waited when the log was opened."""
+
+        async def activated(*_: Any) -> None:
+            """The base model stays as it is."""
+
+        await self._engine.start(activated)
+        for operation in [*self._journal.operations.sampling.values()]:
+            self._begin(operation)
+
+    async def stop(self) -> None:
+        """End; what is under way is sampled again after the next start."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._engine.close()
+
+    # What clients ask -------------------------------------------------------------------------------
+
+    async def open(self, sent: CreateSampler, caller: str | None) -> str:
+        """A sampler of the base model, or of weights that were saved.
+
+        Raises:
+            RequestError: 404, there is no such session, or no such weights; 400, another base model; 422,
+                the number was another sampler's.
+        """
+        operations = self._journal.operations
+        operations.session(sent.session_id, caller)
+        sampler_id = sampler_id_of(sent.session_id, sent.sampling_session_seq_id)
+        if sent.base_model not in (None, self._base_model):
+            text = f"base_model {sent.base_model[:80]!r} is not served: use {self._base_model!r}"
+            raise RequestError(400, "unknown_base_model", text)
+        async with self._journal.alone(sampler_id):
+            if (known := operations.samplers.get(sampler_id)) is not None:
+                if known.path != sent.model_path:
+                    text = f"sampling session {sampler_id} is another's weights"
+                    raise RequestError(422, "other_body", text)
+                return sampler_id
+            named = sampler_id, sent.session_id, self._base_model
+            if sent.model_path is None:
+                sampler = SamplerOpened(*named, None, None, 0, self._digest, None)
+                await self._journal.write([Event(sampler, run=RUN)])
+                return sampler_id
+            saved = self._journal.saved(sent.model_path, caller)
+            with self._journal.pin(saved.checkpoint):
+                sampler = sampler_of_saved(named, saved, sent.model_path)
+                await self._journal.write([Event(sampler, run=run_of(saved.model_id))])
+        return sampler_id
+
+    def described(self, sampler_id: str, caller: str | None) -> Json:
+        """What a sampler samples from."""
+        sampler = self._journal.operations.sampler(sampler_id, caller)
+        return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.path}
+
+    async def accept(self, sent: Sample, caller: str | None) -> Json:
+        """Accept that sequences are sampled.
+
+        Raises:
+            RequestError: 404, there is no such sampler; 400, it cannot be done; as `Operations.repeated`.
+        """
+        sampler = self._journal.operations.sampler(sent.sampling_session_id, caller)
+        request_id = request_id_of(sampler.sampler_id, sent.seq_id)
+        ids = token_ids([i for chunk in sent.prompt.chunks for i in chunk.tokens])
+        settings = self._resolved(sent, ids)
+        body = stored_body("tokens", ids.astype("<i4").tobytes())
+        digest = digest_of(sent.model_dump(mode="json"))
+        known = request_id, sampler.sampler_id, sent.seq_id, SAMPLE, body, digest
+        accepted, run = OperationAccepted(*known, settings), _run_of(sampler)
+        before = list[Event]()
+        if not self._journal.operations.repeated(accepted):  # which refuses before there is more to do
+            turns = trajectories.opened(accepted, sampler, samplings_of(settings), caller)
+            before = [Event(record, run=run) for record in turns]
+        with self._journal.pin(sampler.checkpoint or ""):
+            if await self._journal.accept(accepted, *before, run=run):
+                self._begin(self._journal.operations.by_request[request_id])
+        accepted = self._journal.operations.by_request[request_id].accepted
+        return {"request_id": request_id, "sample_sequence_ids": accepted.resolved["sequence_ids"]}
+
+    def _resolved(self, sent: Sample, ids: TokenIds) -> Json:
+        """Every setting of a request."""
+        room = self._engine.context_length - len(ids)
+        if not len(ids) or room < 1:
+            text = f"the prompt has {len(ids)} tokens: give 1 to {self._engine.context_length - 1}"
+            raise RequestError(400, "bad_prompt", text)
+        if int(ids.max()) >= self._engine.vocabulary:
+            text = f"the prompt has token {ids.max()}: ids are 0 to {self._engine.vocabulary - 1}"
+            raise RequestError(400, "bad_prompt", text)
+        params = sent.sampling_params
+        stop = [params.stop] if isinstance(params.stop, str) else params.stop
+        is_text = stop is not None and any(isinstance(one, str) for one in stop)
+        if is_text and self._texts is None:
+            text = "stop: the base model has no tokenizer.json: give token ids"
+            raise RequestError(400, "no_tokenizer", text)
+        first = secrets.randbits(62) if params.seed is None else params.seed
+        return {
+            "sequence_ids": [new_id() for _ in range(sent.num_samples)],
+            "max_tokens": min(params.max_tokens or room, room),
+            "seed": first,
+            "stop": stop if is_text else [],
+            "stop_ids": None if is_text or stop is None else stop,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "prompt_logprobs": bool(sent.prompt_logprobs),
+            "last": sent.prompt_logprobs_last_n,
+            "prompt_top": sent.topk_prompt_logprobs,
+            "top": sent.topk_sample_logprobs,
+        }
+
+    async def cancel(self, request_id: str, caller: str | None) -> None:
+        """End a request of which nobody wants the sequences any more; one that ended stays as it is."""
+        operation = self._journal.operations.request(request_id, caller)
+        if operation.ended is None and operation.accepted.operation == SAMPLE:
+            self._cancelled.add(request_id)
+            for sequence_id in operation.accepted.resolved["sequence_ids"]:
+                await self._engine.abort(sequence_id)
+
+    async def delivered(self, operation: Operation) -> None:
+        """Note that a client was sent what was sampled; once."""
+        accepted = operation.accepted
+        if accepted.request_id not in self._delivered and operation.succeeded:
+            self._delivered.add(accepted.request_id)
+            run = _run_of(self._journal.operations.samplers[accepted.model_id])
+            await self._journal.write([Event(r, run=run) for r in trajectories.delivered(accepted)])
+
+    # Sampling ---------------------------------------------------------------------------------------
+
+    def _begin(self, operation: Operation) -> None:
+        request_id = operation.accepted.request_id
+        task = self._tasks[request_id] = asyncio.create_task(self._sample(operation.accepted))
+        task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
+
+    async def _sample(self, accepted: OperationAccepted) -> None:
+        sampler = self._journal.operations.samplers[accepted.model_id]
+        named = accepted.request_id, accepted.model_id, accepted.number
+        try:
+            records, answer, keys = await self._until_reached(accepted, sampler)
+            result = {"protobuf": base64.b64encode(answer).decode()}
+            digests = {"weights": sampler.weights_digest, "sequences": keys}
+            ended = OperationEnded(*named, result, None, digests)
+        except Exception as error:
+            if not isinstance(error, RequestError | EngineError):
+                _log.exception("request %s failed", accepted.request_id)
+            told = failure_of(error)
+            records = trajectories.failed(accepted, told["error"])
+            ended = OperationEnded(*named, None, told, {})
+        events = [Event(record, run=_run_of(sampler)) for record in [*records, ended]]
+        await asyncio.to_thread(self._journal.end, events)
+        self._cancelled.discard(accepted.request_id)
+
+    async def _until_reached(
+        self, accepted: OperationAccepted, sampler: SamplerOpened
+    ) -> tuple[list[Record], bytes, list[str]]:
+        """What was sampled; an engine that is lost is tried again until it is there, or nobody waits."""
+        while True:
+            try:
+                return await self._sampled(accepted, sampler)
+            except EngineLostError as error:
+                _log.warning("request %s waits for its engine: %s", accepted.request_id, error)
+                await asyncio.sleep(AGAIN_S)
+                self._check_wanted(accepted)
+
+    def _check_wanted(self, accepted: OperationAccepted) -> None:
+        if accepted.request_id in self._cancelled:
+            raise RequestError(400, "cancelled", "the client cancelled it")
+
+    async def _sampled(
+        self, accepted: OperationAccepted, sampler: SamplerOpened
+    ) -> tuple[list[Record], bytes, list[str]]:
+        """(records of the sequences, the answer, the keys of the sequences)"""
+        settings = accepted.resolved
+        ids = token_ids(np.frombuffer(sent_body("tokens", accepted.body), "<i4"))
+        sequences: list[str] = settings["sequence_ids"]
+        async with self._adapters.use(sampler) as adapter:
+            self._check_wanted(accepted)
+            samplings = (replace(sampling, top=settings["top"]) for sampling in samplings_of(settings))
+            asked = zip(sequences, samplings, strict=True)
+            made = await asyncio.gather(*(self._one(s, ids, sampling, adapter) for s, sampling in asked))
+            self._check_wanted(accepted)
+            check_finite(made)
+            of_prompt = await self._of_prompt(settings, ids, adapter)
+            samples = [await self._with_top(settings, ids, own, adapter) for own in made]
+        answer = write_samples(samples, *of_prompt)
+        records: list[Record] = []
+        for sequence_id, own in zip(sequences, made, strict=True):
+            text = "" if self._texts is None else self._texts.decode(own.completion_ids)
+            records += trajectories.completed(sequence_id, ids, own, sampler.policy_version, text)
+        return records, answer, [key_of(np.concatenate([ids, own.completion_ids])) for own in made]
+
+    async def _one(self, sequence_id: str, ids: TokenIds, sampling: Sampling, adapter: str) -> Generation:
+        """One sequence; where the engine does not know texts that end it, they are looked for here."""
+        prompt = Prompt(ids, [], None, request_id=sequence_id, adapter=adapter)
+        if not sampling.stop or "stop" in self._engine.honoured:
+            return await self._engine.generate(prompt, sampling, ignore_tokens)
+        assert self._texts is not None
+        watched, loop = StopTexts(self._texts, sampling.stop), asyncio.get_running_loop()
+        aborts = list[asyncio.Task[None]]()
+
+        def watch(new: Sequence[int], _: Sequence[float] | None) -> None:
+            if watched.add(new) and not aborts:
+                aborts.append(loop.create_task(self._engine.abort(sequence_id)))
+
+        made = await self._engine.generate(prompt, sampling, watch)
+        return cut(made, watched.count)
+
+    async def _of_prompt(
+        self, settings: Json, ids: TokenIds, adapter: str
+    ) -> tuple[Any | None, TopTokens | None]:
+        """Logprobs of the prompt, and the likeliest tokens, where they were asked for."""
+        if not settings["prompt_logprobs"] and not settings["prompt_top"]:
+            return None, None
+        scores = masked(await self._engine.score(ids, adapter, 1.0, settings["prompt_top"]), settings["last"])
+        return scores.logprobs if settings["prompt_logprobs"] else None, scores.top
+
+    async def _with_top(self, settings: Json, ids: TokenIds, own: Generation, adapter: str) -> Sampled:
+        top = own.top
+        if settings["top"] and top is None:
+            whole = np.concatenate([ids, own.completion_ids])
+            scores = await self._engine.score(whole, adapter, settings["temperature"], settings["top"])
+            assert scores.top is not None
+            top = TopTokens(scores.top.ids[len(ids) :], scores.top.logprobs[len(ids) :])
+        return Sampled(own.completion_ids, own.logprobs, own.finish_reason == "stop", top)
+
+
+def _run_of(sampler: SamplerOpened) -> str:
+    return RUN if sampler.model_id is None else run_of(sampler.model_id)
+
+
+def sampler_of_saved(named: tuple[str, str, str], saved: Saved, path: str | None) -> SamplerOpened:
+    """A sampler of weights that were saved.
+
+    Args:
+        named: the sampler, its session and the base model.
+    """
+    digest = saved.digests["adapter"]
+    return SamplerOpened(*named, saved.model_id, path, saved.version, digest, saved.checkpoint)
+
+
+def samplings_of(settings: Json) -> list[Sampling]:
+    """How each sequence of a request is sampled: seeds count on from the first."""
+    stop_ids = settings["stop_ids"]
+    common = Sampling(
+        settings["max_tokens"],
+        settings["temperature"],
+        settings["seed"],
+        top_p=settings["top_p"],
+        top_k=settings["top_k"],
+        stop=tuple(settings["stop"]),
+        stop_ids=() if settings["stop"] else None if stop_ids is None else tuple(stop_ids),
+    )
+    count = len(settings["sequence_ids"])
+    return [replace(common, seed=(common.seed + at) % (1 << 63)) for at in range(count)]
+
+
+def cut(made: Generation, count: int | None) -> Generation:
+    """A generation up to the token that completed a text that ends it; None: there was none."""
+    if count is None:
+        return made
+    logprobs = None if made.logprobs is None else made.logprobs[:count]
+    top = None if made.top is None else TopTokens(made.top.ids[:count], made.top.logprobs[:count])
+    spans = tuple(
+        replace(span, end=min(span.end, count)) for span in made.version_spans if span.start < count
+    )
+    return replace(
+        made,
+        completion_ids=made.completion_ids[:count],
+        logprobs=logprobs,
+        version_spans=spans,
+        finish_reason="stop",
+        top=top,
+    )
+
+
+def check_finite(made: Sequence[Generation]) -> None:
+    """Refuse what weights give that a client trained to where they are no numbers any more.
+
+    Raises:
+        RequestError: 400.
+    """
+    for own in made:
+        if own.logprobs is not None and not np.isfinite(own.logprobs).all():
+            text = "logprobs are not finite: the weights are not, or too large; sample from earlier ones"
+            raise RequestError(400, "not_finite", text)
+
+
+def masked(scores: Scores, last: int | None) -> Scores:
+    """Scores of the last tokens alone; None: of all."""
+    if last is None:
+        return scores
+    logprobs, top = scores.logprobs.copy(), scores.top
+    logprobs[:-last] = np.nan
+    if top is not None:
+        top = TopTokens(top.ids, top.logprobs.copy())
+        top.logprobs[:-last] = np.nan
+    return Scores(logprobs, top)

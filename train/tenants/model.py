@@ -1,0 +1,248 @@
+"""A client's model: low-rank factors of its own beside base weights that all models share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollbook.engines.weights.digests import Tensors, digest_tensors
+from rollbook.engines.weights.peft import Probe, probe_ids
+from rollbook.store.errors import RequestError
+from rollbook.store.events import Json
+from rollbook.train.batches.batch import MicroBatch
+from rollbook.train.config.config import OptimizerConfig
+from rollbook.train.config.lora import LoraConfig
+from rollbook.train.model.lora import fresh_factors
+from rollbook.train.model.model import Build
+from rollbook.train.model.shape import ModelShape
+from rollbook.train.ranks.backend import AdamSettings, TrainablePolicy
+from rollbook.train.tenants.losses import LOSSES, token_losses
+from rollbook.train.tenants.wire import Datum, Pass
+
+PASS_TOKENS = 8192
+"""Tokens of a forward pass, padding included; a longer datum is a pass of its own."""
+MOST_SQUARE = float(torch.finfo(torch.float32).max)
+"""The square of gradients' norm is below it, so that the optimizer's numbers are finite."""
+TARGETS = "target_tokens"
+Outputs = dict[str, npt.NDArray[Any]]
+"""Name -> array of a datum, as the client gets it."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything that a model is made of between two operations.
+
+    Attributes:
+        adapter: the factors, under PEFT's names; optimizer: its moments and step counts; gradients: what
+            passes have added up since the last optimizer step, under Megatron's names.
+    """
+
+    adapter: Tensors
+    optimizer: Tensors
+    gradients: Tensors
+
+    def digests(self, *parts: str) -> Json:
+        """A digest of each of these parts; without any, of all."""
+        names = parts or tuple(part.name for part in fields(State))
+        return {name: digest_tensors(getattr(self, name)) for name in names}
+
+    def on_host(self) -> State:
+        """The same in this host's memory."""
+        parts = (getattr(self, part.name) for part in fields(State))
+        return State(*({name: tensor.cpu() for name, tensor in tensors.items()} for tensors in parts))
+
+    def weights_alone(self) -> State:
+        """Its factors, as a training begins with them."""
+        return State(self.adapter, {}, {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassBatch(MicroBatch):
+    """Datums of a pass, padded to the longest; `datums` are as the client sent them."""
+
+    datums: tuple[Datum, ...] = ()
+
+
+class ClientModel:
+    """A model in training. Its methods are called one at a time, and by one thread for all models.
+
+    Args:
+        base: holds the weights that all models share.
+        lora: the factors; seed: of their initial values.
+    """
+
+    def __init__(self, base: TrainablePolicy, how: Build, lora: LoraConfig, seed: int) -> None:
+        self.shape: ModelShape = base.shape
+        self.lora, self._dtype = lora, how.dtype
+        self._policy = TrainablePolicy(base.shape, OptimizerConfig(), replace(how, lora=lora))
+        self._policy.share_weights(base)
+        self._policy.load_adapter(fresh_factors(base.shape, lora, seed))
+        self._gradients: Tensors = {}
+
+    def state(self) -> State:
+        """Copies of what it is made of."""
+        copies = ({name: tensor.clone() for name, tensor in tensors.items()} for tensors in self._parts())
+        return State(*copies)
+
+    def digests(self, *parts: str) -> Json:
+        """A digest of each of these parts of its state; without any, of all."""
+        return State(*self._parts()).digests(*parts)
+
+    def _parts(self) -> tuple[Tensors, Tensors, Tensors]:
+        return self._policy.adapter(), self._policy.optimizer_state(), self._gradients
+
+    def load(self, state: State) -> None:
+        """Put another state in place.
+
+        Raises:
+            ModelError: its factors are of another shape.
+        """
+        self._policy.load_adapter(state.adapter)
+        self._policy.load_optimizer_state(state.optimizer)
+        self._gradients = {name: tensor.clone() for name, tensor in state.gradients.items()}
+
+    def run_pass(self, sent: Pass, keys: Mapping[str, float]) -> tuple[list[Outputs], dict[str, float]]:
+        """The outputs of each datum, and metrics; a backward pass adds all its gradients, or none.
+
+        Raises:
+            RequestError: 400, a number that it comes to is not finite.
+        """
+        batches = list(_batches(sent.data))
+        read = partial(_scored, loss=sent.loss, keys=keys)
+        if sent.forward_only:
+            results = self._policy.forward(batches, read)
+        else:
+            results = self._policy.forward_backward(batches, partial(_summed, read=read))
+        outputs = [output for losses, own in results for output in own]
+        total = sum(float(losses) for losses, _ in results)
+        if not np.isfinite(total) or not all(np.isfinite(o["logprobs"]).all() for o in outputs):
+            raise RequestError(400, "not_finite", f"the loss is {total}: nothing was added to the gradients")
+        if not sent.forward_only:
+            self._add_gradients()
+        return outputs, {"loss:sum": total}
+
+    def probe(self) -> Probe:
+        """What it makes of the fixed sequence of its vocabulary, by the forward pass that trains it."""
+        ids = probe_ids(self.shape.vocab, self.shape.context)
+        datum = Datum(ids[:-1], {TARGETS: ids[1:].astype(np.int64)}, (), ())
+        read = partial(_scored, loss="cross_entropy", keys={})
+        [(_, [outputs])] = self._policy.forward([_batch((datum,))], read)
+        return Probe(ids, outputs["logprobs"], self._dtype)
+
+    def _add_gradients(self) -> None:
+        before = self._gradients
+        added = {
+            name: before[name] + gradient if before else gradient.clone()
+            for name, gradient in self._policy.gradients().items()
+        }
+        square = sum(float(gradient.double().square().sum()) for gradient in added.values())
+        if not square < MOST_SQUARE:  # nor if it is no number
+            text = "a gradient is not finite, or too large: nothing was added to the gradients"
+            raise RequestError(400, "not_finite", text)
+        self._gradients = added
+
+    def step(self, settings: AdamSettings) -> dict[str, float]:
+        """An optimizer step by the gradients added up so far, of which none is left; its metrics."""
+        pending = bool(self._gradients)
+        self._policy.load_gradients(self._gradients)
+        norm = self._policy.adam_step(settings)
+        self._gradients = {}
+        return {"gradient_norm:mean": norm, "pending_gradients:sum": float(pending)}
+
+
+def _batches(data: Sequence[Datum]) -> Iterator[PassBatch]:
+    """The datums in order, as many to a forward pass as fit."""
+    begin = 0
+    while begin < len(data):
+        end, longest = begin, 0
+        while end < len(data):
+            longest = max(longest, len(data[end].tokens))
+            if end > begin and longest * (end + 1 - begin) > PASS_TOKENS:
+                break
+            end += 1
+        yield _batch(tuple(data[begin:end]))
+        begin = end
+
+
+def _batch(datums: tuple[Datum, ...]) -> PassBatch:
+    shape = (len(datums), max(len(datum.tokens) for datum in datums))
+    tokens = np.zeros(shape, np.int64)
+    for row, datum in enumerate(datums):
+        tokens[row, : len(datum.tokens)] = datum.tokens
+    zeros = np.zeros(shape, np.float32)
+    return PassBatch(
+        tokens,
+        np.ones(shape, np.bool_),
+        zeros,
+        np.ones(shape, np.float32),
+        zeros,
+        np.full(shape, -1),
+        datums=datums,
+    )
+
+
+Scored = tuple[torch.Tensor, list[Outputs]]
+"""The sum of a forward pass's losses, and the outputs of its datums."""
+
+
+def _scored(logits: torch.Tensor, micro: MicroBatch, *, loss: str, keys: Mapping[str, float]) -> Scored:
+    """The losses of logits [B, T, V]."""
+    assert isinstance(micro, PassBatch)
+    total, outputs = logits.new_zeros((), dtype=torch.float32), list[Outputs]()
+    for row, datum in enumerate(micro.datums):
+        targets = _placed(datum.inputs[TARGETS], logits.device)
+        distributions = logits[row, : len(datum.tokens)].float().log_softmax(-1)
+        wide = targets.unsqueeze(-1) if targets.dim() == 1 else targets
+        logprobs = distributions.gather(-1, wide).view(targets.shape)
+        inputs = {n: _placed(v, logits.device) for n, v in datum.inputs.items() if n != TARGETS}
+        losses = token_losses(loss, keys, logprobs, inputs)
+        total = total + losses.sum()
+        outputs.append({"logprobs": logprobs.detach().cpu().numpy()})
+    return total, outputs
+
+
+def _summed(
+    logits: torch.Tensor, micro: MicroBatch, *, read: Callable[[torch.Tensor, MicroBatch], Scored]
+) -> tuple[torch.Tensor, Scored]:
+    total, outputs = read(logits, micro)
+    return total, (total.detach(), outputs)
+
+
+def _placed(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array.copy()).to(device)
+
+
+def check_pass(sent: Pass, shape: ModelShape) -> None:
+    """Check what a pass needs of its datums.
+
+    Raises:
+        RequestError: 400, it names the datum, and what is wrong with it.
+    """
+    needs = (TARGETS, *LOSSES[sent.loss].needs)
+    for at, datum in enumerate(sent.data):
+        where, count = f"datum {at}", len(datum.tokens)
+        if not 0 < count <= shape.context:
+            raise _bad(f"{where} has {count} tokens: give 1 to {shape.context}")
+        if missing := [name for name in needs if name not in datum.inputs]:
+            raise _bad(f"{where} has no {missing[0]!r}: loss {sent.loss} needs {', '.join(needs)}")
+        targets = datum.inputs[TARGETS]
+        if targets.dtype != np.int64 or targets.shape[:1] != (count,) or targets.ndim > 2:
+            raise _bad(
+                f"{where}: target_tokens are {targets.dtype} {list(targets.shape)}: give int64 [{count}]"
+            )
+        for name, values in datum.inputs.items():
+            if values.shape != targets.shape:
+                raise _bad(f"{where}: {name} are {list(values.shape)}, and its targets {list(targets.shape)}")
+        ids = np.concatenate([datum.tokens, targets.reshape(-1)])
+        if not ((ids >= 0) & (ids < shape.vocab)).all():
+            raise _bad(f"{where} has a token outside of the vocabulary: ids are 0 to {shape.vocab - 1}")
+
+
+def _bad(text: str) -> RequestError:
+    return RequestError(400, "bad_datum", text)
