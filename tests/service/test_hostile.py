@@ -339,7 +339,7 @@ def test_weights_that_are_no_numbers(stage: Stage) -> None:
     """Sampled from beside those of another, fail alone."""
     attacker, victim = stage.attacker, stage.victim
     plain, model_id = victim.sampler(), attacker.model()
-    expected = victim.result(victim.told("asample", sample_of(plain, 0, num_samples=4))).content
+    expected = victim.sampled(sample_of(plain, 0, num_samples=4))
     assert attacker.loss(pass_of(model_id, 1, good())) > 0
     for number in range(2, 9):  # each multiplies weights by -1e12
         step = {"model_id": model_id, "seq_id": number, "adam_params": HUGE}
@@ -353,7 +353,9 @@ def test_weights_that_are_no_numbers(stage: Stage) -> None:
     ended = [attacker.result(one).json() for one in asked]
     assert {one["category"] for one in ended} == {"user"}
     assert "logprobs are not finite" in ended[0]["error"]
-    assert victim.result(beside).content == expected
+    for (tokens, logprobs), (own, of_own) in zip(victim.sequences(beside), expected, strict=True):
+        assert tokens.tolist() == own.tolist()
+        assert np.abs(logprobs - of_own).max() < 1e-5  # company changes the order of sums
 
 
 def test_thousands_of_samples_at_once(stage: Stage) -> None:

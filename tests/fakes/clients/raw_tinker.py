@@ -8,9 +8,11 @@ from typing import Any
 
 import httpx
 import numpy as np
+import numpy.typing as npt
 
 from rollbook.train.tenants import tinker_pb2 as messages
 
+SampledSequence = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
 DTYPES = {
     "<f4": messages.DTYPE_FLOAT32,
     "<i8": messages.DTYPE_INT64,
@@ -108,6 +110,17 @@ class RawClient:
         ended = self.result(self.told(route, body, **headers)).json()
         assert ended["category"] == "user", ended
         return str(ended["error"])
+
+    def sampled(self, body: Any) -> list[SampledSequence]:
+        """What a request to sample gives."""
+        return self.sequences(self.told("asample", body))
+
+    def sequences(self, accepted: Any) -> list[SampledSequence]:
+        """(tokens, logprobs) of each sequence of a request that was accepted."""
+        response = messages.SampleResponse()
+        response.ParseFromString(self.result(accepted).content)
+        own = response.sequences
+        return [(np.frombuffer(s.tokens, "<i4"), np.frombuffer(s.logprobs, "<f4")) for s in own]
 
     def loss(self, body: bytes) -> float:
         """The loss of a pass."""
