@@ -413,6 +413,7 @@ def _service_records() -> list[Any]:
             *(1, 1, "checkpoints/s1/1", {"adapter": "a1"}, None, {"step": "1"}, "once", "alice"),
         ),
         kinds.WeightsFreed("s1:train:0", 1, "checkpoints/s1/1", 4096),
+        kinds.LaneOrdered(7),
     ]
 
 

@@ -19,7 +19,7 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -30,8 +30,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import (
     URL,
     BigInteger,
+    Boolean,
     Column,
     Connection,
+    Double,
     Engine,
     ForeignKey,
     Integer,
@@ -53,7 +55,7 @@ from rollbook.store.external_access import allows_folder, allows_host, remedy
 from rollbook.store.permissions import make_empty
 from rollbook.store.safe_paths import refuse_no_plain
 
-SCHEMA_REVISION = "0003"
+SCHEMA_REVISION = "0004"
 
 OPEN, CLOSED, SEALED, DROPPED = "open", "closed", "sealed", "dropped"
 """States of a segment: possibly still written; closed; also in a sealed unit; removed, only its row left."""
@@ -127,8 +129,48 @@ class CheckpointRow(Base):
     bytes: Mapped[int] = mapped_column(BigInteger)
 
 
+class ServiceHeadRow(Base):
+    """The newest position that a process of a training service took, in the order of all; one row. `epoch` is
+    another where the tables were made anew."""
+
+    __tablename__ = "service_head"
+    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    epoch: Mapped[str] = mapped_column(String(36))
+    position: Mapped[int] = mapped_column(BigInteger)
+
+
+class ServiceBatchRow(Base):
+    """Where the events of a position are, or will be once they are durable: so many from a number on."""
+
+    __tablename__ = "service_batches"
+    position: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    lane: Mapped[str] = mapped_column(String(63))
+    seq: Mapped[int] = mapped_column(BigInteger)
+    events: Mapped[int] = mapped_column(Integer)
+    process: Mapped[str] = mapped_column(String(36))
+
+
+class ServiceProcessRow(Base):
+    """A process of a training service, which is alive until then unless it says so again."""
+
+    __tablename__ = "service_processes"
+    id: Mapped[str] = mapped_column(String(36), primary_key=True)
+    until: Mapped[float] = mapped_column(Double)
+    trains: Mapped[bool] = mapped_column(Boolean)
+
+
+class ServiceSeatRow(Base):
+    """Who does what is asked of a model, or samples for a request."""
+
+    __tablename__ = "service_seats"
+    name: Mapped[str] = mapped_column(Text, primary_key=True)
+    process: Mapped[str] = mapped_column(String(36))
+    trains: Mapped[bool] = mapped_column(Boolean)
+
+
 TABLES: tuple[type[Base], ...] = (StoreMeta, LaneRow, SegmentRow, UnitRow, CheckpointRow)
-"""Every table, one that refers to another after it."""
+"""The tables of what the log says, one that refers to another after it. The others hold what is so for a
+moment, among the processes of a training service."""
 
 
 def as_dict(row: Base) -> dict[str, Any]:
@@ -193,6 +235,16 @@ class Database:
         """A transaction that sees the database as it is at one moment."""
         with self._explained(), self._begin("read") as connection, Session(connection) as session:
             yield session
+
+    @contextlib.contextmanager
+    def listening(self, channel: str) -> Iterator[Callable[[float], Iterator[str]]]:
+        """Context: what gives the messages that come on a channel of PostgreSQL, within so many seconds."""
+        with self._explained(), self._engine.connect() as plain:
+            connection = plain.execution_options(isolation_level="AUTOCOMMIT")
+            connection.exec_driver_sql(f"listen {channel}")
+            driver: Any = connection.connection.driver_connection
+            yield lambda within_s: (notify.payload for notify in driver.notifies(timeout=within_s))
+            plain.invalidate()  # it listens, which nobody else is to find
 
     def close(self) -> None:
         """Give the connections back."""
@@ -299,10 +351,9 @@ def _is_whole(connection: Connection) -> bool:
     inspector = inspect(connection)
     there = set(inspector.get_table_names())
     return all(
-        table.__tablename__ in there
-        and {column["name"] for column in inspector.get_columns(table.__tablename__)}
-        == set(table.__table__.columns.keys())
-        for table in TABLES
+        name in there
+        and {column["name"] for column in inspector.get_columns(name)} == set(table.columns.keys())
+        for name, table in Base.metadata.tables.items()
     )
 
 

@@ -50,6 +50,15 @@ class SamplerOpened(Record, kind="sampler.opened", about=About(of="run")):
 
 
 @dataclass(frozen=True, slots=True)
+class LaneOrdered(Record, kind="lane.ordered"):
+    """Where several processes serve clients, each in a lane of its own: the events behind this one in its
+    lane, up to the next of its kind, count at this position of the order of all these lanes, from 1. Events
+    before the first one count before all others."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class OperationAccepted(Record, kind="operation.accepted", about=About(of="run")):
     """An operation on a client's model is to be done: its `number`-th, from 0, which makes the model. Where
     `operation` is `sample`, `model_id` is a sampler's, and `number` only tells it from its others.

@@ -16,6 +16,7 @@ from golden_store import write_golden
 
 from rollbook.store.events import (
     Json,
+    LaneOrdered,
     OperationAccepted,
     OperationEnded,
     Record,
@@ -95,6 +96,7 @@ def segments() -> list[list[Any]]:
             WeightsChanged("s2:train:0", "tinker://s2:train:0/weights/best", wrote, "deleted"),
             WeightsChanged(MODEL, path, wrote, "expired"),
             WeightsFreed(MODEL, 4, wrote, 4096),
+            LaneOrdered(1),
         ],
     ]
 

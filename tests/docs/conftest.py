@@ -193,6 +193,7 @@ def _service_records() -> list[Any]:
             *(1, 1, "checkpoints/s1/1", {"adapter": "d2"}, None, None),
         ),
         kinds.WeightsFreed("s1:train:0", 1, "checkpoints/s1/1", 4096),
+        kinds.LaneOrdered(1),
     ]
 
 

@@ -28,6 +28,7 @@ from rollbook.store.events import (
     TurnFailed,
     TurnRequested,
 )
+from rollbook.train.tenants.history import events_of_clients
 from rollbook.train.tenants.operations import session_of
 
 HERE = Path(__file__).parent
@@ -66,6 +67,7 @@ class Service:
     Attributes:
         file: of the client's programs.
         first: Python that it runs first.
+        worker: whether it is a worker of one, which has no address.
     """
 
     store: Path
@@ -75,18 +77,23 @@ class Service:
     first: str = ""
     port: int = 0
     url: str = ""
+    worker: bool = False
     process: subprocess.Popen[Any] | None = None
     programs: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self) -> Service:
         """Start it, and wait until it listens."""
         begin = ["-c", f"{self.first}\nfrom rollbook.__main__ import main\nmain()"]
-        words = [sys.executable, *(begin if self.first else ["-m", "rollbook"]), "service", str(self.config)]
-        words += ["--store", str(self.store), "--port", str(self.port), *self.words]
+        words = [sys.executable, *(begin if self.first else ["-m", "rollbook"]), "service"]
+        words += ["worker"] if self.worker else ["--port", str(self.port)]
+        words += [str(self.config), "--store", str(self.store), *self.words]
         with self.errors.open("ab") as errors:
             self.process = WarmProcess(words, modules=TORCH, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
+        if self.worker:
+            assert "is trained " in line, self.errors.read_text()
+            return self
         assert "have clients set TINKER_BASE_URL=" in line, self.errors.read_text()
         self.url = line.strip().rpartition("=")[2]
         self.port = int(self.url.rpartition(":")[2])
@@ -100,12 +107,8 @@ class Service:
 
     def begin(self, what: str, through: str = "", **options: Any) -> subprocess.Popen[str]:
         """Begin a program of the client's, which reaches it at its own address or at this one."""
-        words = [str(PYTHON), str(HERE / self.file), through or self.url, what, json.dumps(options)]
-        program = subprocess.Popen(
-            words, env=client_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        self.programs.append(program)
-        return program
+        self.programs.append(begun(self.file, through or self.url, what, **options))
+        return self.programs[-1]
 
     def run(self, what: str, **options: Any) -> Any:
         """What a program of the client's prints."""
@@ -131,18 +134,28 @@ class Service:
             self.process.wait(30)
 
 
+def begun(file: str, url: str, what: str, **options: Any) -> subprocess.Popen[str]:
+    """A program of the client's that begins."""
+    words = [str(PYTHON), str(HERE / file), url, what, json.dumps(options)]
+    return subprocess.Popen(
+        words, env=client_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
 Done = tuple[str, int, Any]
 """Name and number of an operation, and the digests of what it did."""
 
 
-def done_by(service: Service) -> dict[str, list[list[Done]]]:
+def done_by(service: Service | Store) -> dict[str, list[list[Done]]]:
     """What was done for each caller ("" without keys), by model and sampler in the order in which they came.
 
     Everything that was accepted ended once, and no sequence was opened or completed twice.
     """
-    records = [event.record for event in service.log.events()]
+    log = service.log if isinstance(service, Service) else service
+    records = [event.record for event in log.events()]
     owners = {r.session_id: r.by or "" for r in records if isinstance(r, SessionOpened)}
-    accepted = [r for r in records if isinstance(r, OperationAccepted)]
+    of_clients = (event.record for event in events_of_clients(log))
+    accepted = [r for r in of_clients if isinstance(r, OperationAccepted)]
     ended = {r.request_id: r for r in records if isinstance(r, OperationEnded)}
     once = Counter(r.request_id for r in records if isinstance(r, OperationEnded))
     assert once == Counter(r.request_id for r in accepted)

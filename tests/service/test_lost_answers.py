@@ -21,7 +21,7 @@ def test_a_third_of_the_answers_is_lost(service: Service, service_at: Callable[.
     """Losses, samples and digests are those of a client that got every answer; nothing was done twice."""
     expected = service.run("everything", base=BASE, count=4)
     lossy = service_at("lossy")
-    with LossyProxy(lossy.port, 1 / 3, seed=1, spared=SPARED) as proxy:
+    with LossyProxy([lossy.port], 1 / 3, seed=1, spared=SPARED) as proxy:
         came = printed(lossy.begin("everything", proxy.url, base=BASE, count=4))
     assert came == expected
     assert done_by(lossy) == done_by(service)
@@ -39,7 +39,7 @@ Operations.repeated = lambda *_: False
 def test_these_tests_see_a_service_that_forgets(service_at: Callable[..., Service]) -> None:
     """One that takes every repetition for something new has operations twice in its log."""
     forgetful = service_at(first=FORGETFUL)
-    with LossyProxy(forgetful.port, 1 / 3, seed=1, spared=SPARED) as proxy:
+    with LossyProxy([forgetful.port], 1 / 3, seed=1, spared=SPARED) as proxy:
         program = forgetful.begin("train", proxy.url, base=BASE, count=8)
         by = time.monotonic() + 60
         while _most_accepted(forgetful) < 2 and time.monotonic() < by:

@@ -226,7 +226,7 @@ def opened(tmp_path: Path, clock: Clock) -> Iterator[Callable[[], Journal]]:
         for writer in writers:
             writer.close()
         writers[:] = [log.writer("service")]
-        return Journal(log, writers[0], clock)
+        return Journal(log, writers[0], now_us=clock)
 
     yield reopened
     for writer in writers:
@@ -262,22 +262,25 @@ def test_weights_expire_by_the_clock(opened: Callable[[], Journal], clock: Clock
         opened().saved(STATE, "alice")
 
 
-def test_files_stay_while_something_that_refers_to_them_is_written(opened: Callable[[], Journal]) -> None:
-    """Even if their path goes in between; afterwards nothing may begin to."""
+def test_nothing_begins_to_refer_to_files_that_go(opened: Callable[[], Journal]) -> None:
+    """They stay if something began to before their removal was written; behind that nothing may."""
     journal = opened()
-    weights = Weights(journal, "tiny")
+    weights, rest = Weights(journal, "tiny"), (MODEL, None, 1, "d")
+    opening = [SamplerOpened(f"s1:sample:{number}", "s1", "tiny", *rest, at(2)) for number in (1, 2)]
 
-    async def delete_in_between() -> list[int]:
-        with journal.pin(journal.saved(FACTORS, "alice").checkpoint):
-            await weights.delete(FACTORS, "alice")
-            await weights.sweep()
-            return _folders(journal)
+    async def delete_in_between() -> None:
+        journal.saved(FACTORS, "alice")
+        await weights.delete(FACTORS, "alice")
+        await journal.write([Event(opening[0], "r")], unless=lambda: not journal.check_kept(at(2)))
+        await weights.sweep()
 
-    assert asyncio.run(delete_in_between()) == [1, 2, 3]
+    asyncio.run(delete_in_between())
+    assert _folders(journal) == [1, 2, 3]
+    asyncio.run(journal.write([Event(SessionEnded("s1", {}), "r")]))
     asyncio.run(weights.sweep())
     assert _folders(journal) == [1, 3]
-    with pytest.raises(RequestError, match="is not there"), journal.pin(at(2)):
-        pass
+    with pytest.raises(RequestError, match="is not there"):
+        asyncio.run(journal.write([Event(opening[1], "r")], unless=lambda: not journal.check_kept(at(2))))
 
 
 def test_a_removal_that_was_interrupted_is_done_at_the_next_start(opened: Callable[[], Journal]) -> None:

@@ -77,6 +77,45 @@ def service(
 
 
 @service_app.command()
+def worker(
+    config: Annotated[Path, typer.Argument(help="TOML file of the service.")],
+    store: StoreOption,
+    ray: Annotated[
+        int, typer.Option(min=0, help="Have Ray place so many on the nodes of its cluster; 0: train here.")
+    ] = 0,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set threads=4.")] = None,
+) -> None:
+    """Train for a service whose processes share a store: on this host, or on another that has its folder.
+
+    What a worker has begun and not done when it ends, another one does.
+
+    rollbook service worker service.toml --store runs
+    """
+    import signal
+    import threading
+
+    from rollbook.service.config import load_service_config
+    from rollbook.service.serve import work
+    from rollbook.store.open import open_store
+
+    settings, ending = load_service_config(config, set_ or []), threading.Event()
+
+    def announce() -> None:
+        say(f"{settings.base_name} is trained {f'by {ray} workers of Ray' if ray else 'here'}")
+        sys.stdout.flush()  # a program may wait for it
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    if not ray:
+        work(settings, open_store(store, create=True), announce, ending.wait)
+        return
+
+    from rollbook.service.ray_workers import work_on_ray
+
+    work_on_ray(settings, open_store(store, create=True).path, ray, ending.wait, announce)
+
+
+@service_app.command()
 def status(store: StoreOption, json: AsJson = False) -> None:
     """What clients made, what waits, and how long operations took, by the log: of a service that runs or not.
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from rollbook.store.errors import (
     SHORT,
+    CatalogError,
     EngineError,
     LimitError,
     RequestError,
@@ -36,7 +37,7 @@ def describe(error: Exception) -> tuple[int, str, str]:
     match error:
         case RequestError():
             return error.status, error.code, error.message
-        case WriteFailedError():
+        case WriteFailedError() | CatalogError():
             return 503, "store_failed", shown(str(error))
         case OSError() if _is_short(error):
             return (
@@ -98,6 +99,6 @@ def add_error_replies(app: FastAPI, refused: Callable[[str], None], form: ErrorF
         return await reply(request, error)
 
     app.add_exception_handler(OSError, short)
-    ours = (RequestError, EngineError, WriteFailedError, UnstorableError)
+    ours = (RequestError, EngineError, WriteFailedError, CatalogError, UnstorableError)
     for kind in (*ours, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, reply)

@@ -105,7 +105,7 @@ def build_service_app(service: TrainingService, keys: Keys, mine: AllowedHosts) 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     bodies, at_once = BodyBudget(MOST_SENT), asyncio.Semaphore(AT_ONCE)
     for method, path, answer in (*_Routes(service).all(), *RestRoutes(service).all(), *_refusals()):
-        route = _route(answer, bodies, at_once, MOST.get(path, MOST_JSON))
+        route = _route(answer, service.current, bodies, at_once, MOST.get(path, MOST_JSON))
         app.add_route(f"{PREFIX}/{path}", route, methods=[method])
     app.add_route("/metrics", _metrics_page(service), methods=["GET"])
     add_error_replies(app, service.metrics.refused, _error_body)
@@ -264,11 +264,16 @@ def _refusal(path: str, what: str) -> Answer:
 
 
 def _route(
-    answer: Answer, bodies: BodyBudget, at_once: asyncio.Semaphore, most: int
+    answer: Answer,
+    current: Callable[[], Awaitable[None]],
+    bodies: BodyBudget,
+    at_once: asyncio.Semaphore,
+    most: int,
 ) -> Callable[[Request], Awaitable[Response]]:
     async def route(request: Request) -> Response:
         async with bodies.body(request, most) as body:
             encoding = request.headers.get("content-encoding", "identity").strip().lower()
+            await current()
             if encoding == "identity":
                 reply = await answer(request, body)
             else:

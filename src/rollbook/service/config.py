@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from rollbook.store.config import Table, describe_invalid, invalid_values, override, read_toml
 from rollbook.store.errors import ConfigError
@@ -48,7 +48,18 @@ class ServiceConfig(Table):
     models: Annotated[int, Field(ge=1)] = 16
     """Models of clients in the device's memory at once; as many more are in this host's, the others on its
     disk until their next operation."""
+    shared: bool = False
+    """Whether other processes serve and train with this one, by the same store. They agree in its catalog,
+    which is SQLite for those of one host, and PostgreSQL for several hosts."""
+    trains: bool = True
+    """Whether `rollbook service` trains itself; where it does not, `rollbook service worker` does."""
     sampler: SamplerConfig = SamplerConfig()
+
+    @model_validator(mode="after")
+    def _check_trained(self) -> ServiceConfig:
+        if not self.trains and not self.shared:
+            raise ValueError("trains = false needs shared = true: nobody would train")
+        return self
 
     @property
     def base_name(self) -> str:

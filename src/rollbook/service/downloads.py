@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from rollbook.service.journal import Journal
-from rollbook.service.times import as_time
+from rollbook.service.lists import as_time
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json
 from rollbook.store.safe_paths import place_inside

@@ -6,13 +6,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
 
 from rollbook.service.metrics import ServiceMetrics
+from rollbook.service.order import Order, OwnOrder
 from rollbook.store import Event, Store
-from rollbook.store.errors import RequestError, RollbookError, WriteFailedError
+from rollbook.store.errors import CatalogError, RequestError, RollbookError, WriteFailedError
 from rollbook.store.events import Json, OperationAccepted, OperationEnded, WeightsFreed
 from rollbook.store.ids import now_us
 from rollbook.store.log.writer import LaneWriter
@@ -36,29 +39,58 @@ def failure_of(error: Exception) -> Json:
     return {"category": "server", "error": told}
 
 
+ALONE = "alone"
+"""Key of what is written together with nothing else."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """Events to be written together; without any, what others wrote is folded.
+
+    Attributes:
+        admitted: asked once everything before them is folded, with the operations that are written at once
+            with them; False, or what it raises: they are not written.
+        key: of what is written at once only one has it; "" is none.
+        written: whether they were.
+    """
+
+    events: Sequence[Event]
+    admitted: Callable[[Sequence[OperationAccepted]], bool]
+    key: str
+    written: Future[bool] = field(default_factory=Future)
+
+
 class Journal:
-    """What clients asked and how it ended: durable before anybody is told.
+    """What clients asked and how it ended: durable before anybody is told. A thread of its own writes.
 
     Args:
+        order: of what this and other processes write; None: there are no others.
         now_us: the clock by which weights expire: microseconds since 1970.
 
     Attributes:
         operations: the fold of it; metrics: of what is done in this process.
-        pinned: checkpoints to which something is being written that will refer to them.
+        order: who does what, too.
     """
 
-    def __init__(self, log: Store, writer: LaneWriter, now_us: Callable[[], int] = now_us) -> None:
+    def __init__(
+        self, log: Store, writer: LaneWriter, order: Order | None = None, now_us: Callable[[], int] = now_us
+    ) -> None:
         self.log, self._writer, self.now_us = log, writer, now_us
-        self.operations, self.metrics, self.pinned = fold_operations(log), ServiceMetrics(), Counter[str]()
+        self.order = order or OwnOrder(log, writer)
+        self.metrics = ServiceMetrics()
+        self._entries: SimpleQueue[_Entry | None] = SimpleQueue()
+        self._watching: list[Callable[[], None]] = []
+        self._hearing: list[Callable[[str], None]] = []
+        self._looking = False
+        self.operations = fold_operations(log, self.order.begin(self._come, self._hear))
         for operation in self.operations.waiting():
             self.metrics.accepted(operation.accepted)
         self._recent = OrderedDict[str, OperationEnded]()
-        self._folding = threading.Lock()
-        self._arriving: dict[str, asyncio.Future[None]] = {}
-        self._coming: dict[str, OperationAccepted] = {}
         self._waiting: dict[str, asyncio.Event] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
 
     def start(self) -> None:
         """Begin, on the running event loop."""
@@ -68,82 +100,199 @@ class Journal:
         """Try no more to write what cannot be written."""
         self._stopped = True
 
+    def close(self) -> None:
+        """End behind what is to be written, and leave the rest to other processes."""
+        self._entries.put(None)
+        self._thread.join()
+        self.order.close()
+
+    def watch(self, watching: Callable[[], None]) -> None:
+        """Have this called, on any thread, where something was folded."""
+        self._watching.append(watching)
+
+    def hear(self, hearing: Callable[[str], None]) -> None:
+        """Have this called, on any thread, with what any process tells all."""
+        self._hearing.append(hearing)
+
     # Writing ----------------------------------------------------------------------------------------
 
-    async def write(self, events: Sequence[Event]) -> None:
-        """Write events together, and fold them."""
-        self._fold(events, await asyncio.wrap_future(self._writer.append(events)))
+    async def write(
+        self, events: Sequence[Event], *, key: str = "", unless: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Write events together, and fold them.
 
-    async def accept(self, wanted: OperationAccepted, *before: Event, run: str) -> bool:
+        Args:
+            unless: asked once everything before them is folded: then they are not written; it may raise.
+            key: of those that exclude each other.
+        """
+        return await asyncio.wrap_future(self._put(events, lambda _: not unless(), key))
+
+    async def accept(
+        self, wanted: OperationAccepted, *before: Event, run: str, needs: str | None = None
+    ) -> bool:
         """Write that an operation came, behind other events; False: it did before.
 
+        Args:
+            needs: the checkpoint that it refers to.
+
         Raises:
-            RequestError: as `Operations.repeated`.
+            RequestError: as `Operations.repeated`; 404, the files of the checkpoint are gone.
         """
-        async with self.alone(wanted.request_id):
-            if self.operations.repeated(wanted, self._coming.values()):
+
+        def admitted(coming: Sequence[OperationAccepted]) -> bool:
+            if self.operations.repeated(wanted, coming):
                 return False
-            self._coming[wanted.request_id] = wanted
-            try:
-                await self.write([*before, Event(wanted, run=run)])
-            finally:
-                del self._coming[wanted.request_id]
-        return True
+            self.check_kept(needs)
+            return True
 
-    @asynccontextmanager
-    async def alone(self, name: str) -> AsyncIterator[None]:
-        """Context: who comes with the same name waits, and then finds what was written."""
-        while (arriving := self._arriving.get(name)) is not None:
-            await asyncio.wait([arriving])
-        written = self._arriving[name] = asyncio.get_running_loop().create_future()
+        events = [*before, Event(wanted, run=run)]
+        return await asyncio.wrap_future(self._put(events, admitted, wanted.request_id))
+
+    def open(self, events: Sequence[Event]) -> None:
+        """Write events before anything else. Not on the event loop."""
+        self._put(events, lambda _: True).result()
+
+    async def current(self) -> None:
+        """Fold what other processes wrote until now."""
+        if self.order.shared:
+            await self.write([])
+
+    def look(self) -> None:
+        """As `current`. Not on the event loop.
+
+        Raises:
+            CatalogError: it cannot be known.
+        """
+        if self.order.shared:
+            self._put([], lambda _: True).result()
+
+    async def take(self, names: Sequence[str]) -> set[str]:
+        """As `Order.take`, of requests to sample; none while the catalog is out of reach."""
+        if not self.order.shared:
+            return {*names}
         try:
-            yield
-        finally:
-            del self._arriving[name]
-            written.set_result(None)
+            return await asyncio.to_thread(self.order.take, names)
+        except CatalogError as error:
+            _log.warning("what is to be sampled waits: %s", error)
+            return set()
 
-    def end(self, events: Sequence[Event]) -> None:
-        """Write how an operation ended, the last of these events, and tell who waits. Not on the event loop.
+    def end(self, events: Sequence[Event]) -> bool:
+        """Write how an operation ended, the last of these events, and tell who waits; False: another process
+        did so before. Not on the event loop.
 
         If the log cannot be written, again until it can: until then nobody is told, and what was done is not
         lost.
 
         Raises:
-            WriteFailedError: it was stopped before it could.
+            WriteFailedError, CatalogError: it was stopped before it could.
         """
+        ended = events[-1].record
+        assert isinstance(ended, OperationEnded)
+        operation = self.operations.by_request[ended.request_id]
         while True:
             try:
-                first = self._writer.append(events).result()
-            except WriteFailedError as error:
+                return self._put(events, lambda _: operation.ended is None, ended.request_id).result()
+            except (WriteFailedError, CatalogError) as error:
                 if self._stopped:
                     raise
                 _log.warning("the end of an operation waits: %s", error)
                 time.sleep(AGAIN_S)
+
+    async def free(self, freed: Sequence[WeightsFreed], unless: Callable[[], bool]) -> bool:
+        """Write that the files of checkpoints are removed; from then on nothing may begin to refer to them.
+
+        Args:
+            unless: asked while nothing can begin to: whether something does.
+        """
+        events = [Event(record, run=run_of(record.model_id)) for record in freed]
+        return await self.write(events, key=ALONE, unless=unless)
+
+    def _put(
+        self, events: Sequence[Event], admitted: Callable[[Sequence[OperationAccepted]], bool], key: str = ""
+    ) -> Future[bool]:
+        entry = _Entry(events, admitted, key)
+        entry.written.set_running_or_notify_cancel()
+        self._entries.put(entry)
+        return entry.written
+
+    def _come(self) -> None:
+        """Others may have written."""
+        if not self._looking:
+            self._looking = True
+            self._put([], lambda _: True)
+
+    def _hear(self, message: str) -> None:
+        for hearing in self._hearing:
+            hearing(message)
+
+    def _run(self) -> None:
+        entries, ending = deque[_Entry](), False
+        while not ending or entries:
+            while not ending and (not entries or not self._entries.empty()):
+                if (entry := self._entries.get()) is None:
+                    ending = True
+                else:
+                    entries.append(entry)
+            self._write(next_batch(entries))
+
+    def _write(self, batch: Sequence[_Entry]) -> None:
+        """Write what is admitted of these; the others are told why they are not."""
+        self._looking = False
+        try:
+            if not any(entry.events for entry in batch):
+                self.order.look(self._fold)
+                admitted = batch
             else:
-                break
-        ended = events[-1].record
-        assert isinstance(ended, OperationEnded)
+                admitted = self._written(batch)
+        except Exception as error:  # also a bug: nobody waits for ever
+            for entry in batch:
+                if not entry.written.done():
+                    entry.written.set_exception(error)
+            return
+        for entry in admitted:
+            entry.written.set_result(True)
+
+    def _written(self, batch: Sequence[_Entry]) -> Sequence[_Entry]:
+        """Those of these that were admitted, written and folded."""
+        admitted, coming = list[_Entry](), list[OperationAccepted]()
+        with self.order.turn(self._fold) as place:
+            for entry in batch:
+                if _is_admitted(entry, coming):
+                    admitted.append(entry)
+                    coming += [e.record for e in entry.events if isinstance(e.record, OperationAccepted)]
+            events = [event for entry in admitted for event in entry.events]
+            heading = place(len(events)) if events else []
+        if events:
+            try:
+                first = self._writer.append([*heading, *events]).result()
+            except WriteFailedError:
+                self.order.done(None)
+                raise
+            self.order.done(first)
+            lane, numbered = self._writer.lane, enumerate(events, first + len(heading))
+            self._fold(replace(event, lane=lane, seq=seq) for seq, event in numbered)
+        return admitted
+
+    def _fold(self, events: Iterable[Event]) -> None:
+        for event in events:
+            record = event.record
+            if isinstance(record, OperationAccepted):
+                self.metrics.accepted(record)
+            elif isinstance(record, OperationEnded):
+                self.metrics.ended(self.operations.by_request[record.request_id].accepted, record)
+            self.operations.add(record, (event.lane, event.seq), event.time_us)
+            if isinstance(record, OperationEnded):
+                self._keep(record)
+        for watching in self._watching:
+            watching()
+
+    def _keep(self, ended: OperationEnded) -> None:
+        """Keep a result for those who wait for it, and tell them."""
         self._recent[ended.request_id] = ended
         while len(self._recent) > MOST_RECENT:
             self._recent.popitem(last=False)
-        self._fold(events, first)
-        if self._loop is not None:
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._tell, ended.request_id)
-
-    def _fold(self, events: Sequence[Event], first: int) -> None:
-        with self._folding:  # the threads that operations end in fold, too
-            for at, event in enumerate(events):
-                record = event.record
-                if isinstance(record, OperationAccepted):
-                    self.metrics.accepted(record)
-                elif isinstance(record, OperationEnded):
-                    self.metrics.ended(self.operations.by_request[record.request_id].accepted, record)
-                self.operations.add(record, (self._writer.lane, first + at), event.time_us)
-
-    async def free(self, freed: Sequence[WeightsFreed]) -> None:
-        """Write that the files of checkpoints are removed; from now on nothing may begin to refer to them."""
-        self.operations.freed.update(record.checkpoint for record in freed)
-        await self.write([Event(record, run=run_of(record.model_id)) for record in freed])
 
     # Weights ----------------------------------------------------------------------------------------
 
@@ -155,20 +304,15 @@ class Journal:
         """
         return saved_at(self.operations.models, path, caller, self.now_us(), owned)
 
-    @contextmanager
-    def pin(self, checkpoint: str) -> Iterator[None]:
-        """Context: the files of a checkpoint stay, until what is written in it refers to them.
+    def check_kept(self, checkpoint: str | None) -> bool:
+        """Check that the files of a checkpoint stay, if there is one.
 
         Raises:
             RequestError: 404, they do not.
         """
         if checkpoint in self.operations.freed:
             raise not_there(f"checkpoint {checkpoint!r}")
-        self.pinned[checkpoint] += 1
-        try:
-            yield
-        finally:
-            self.pinned[checkpoint] -= 1
+        return True
 
     # Reading ----------------------------------------------------------------------------------------
 
@@ -193,3 +337,29 @@ class Journal:
     def _tell(self, request_id: str) -> None:
         if (waiting := self._waiting.pop(request_id, None)) is not None:
             waiting.set()
+
+
+def next_batch(entries: deque[_Entry]) -> list[_Entry]:
+    """Take what may be written at once: of each key the first, the others stay."""
+    batch, keys, left = list[_Entry](), set[str](), list[_Entry]()
+    for entry in entries:
+        alone = entry.key == ALONE or ALONE in keys
+        if batch and (alone or (entry.key and entry.key in keys)):
+            left.append(entry)
+        else:
+            batch.append(entry)
+        keys.add(entry.key)
+    entries.clear()
+    entries.extend(left)
+    return batch
+
+
+def _is_admitted(entry: _Entry, coming: Sequence[OperationAccepted]) -> bool:
+    try:
+        admitted = entry.admitted(coming)
+    except Exception as error:  # why it is not: whoever asked is told
+        entry.written.set_exception(error)
+        return False
+    if not admitted:
+        entry.written.set_result(False)
+    return admitted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import orjson
@@ -11,7 +12,6 @@ from starlette.concurrency import run_in_threadpool
 
 from rollbook.service.journal import Journal
 from rollbook.service.requests import Page, PageOfModels, SearchSessions, Status
-from rollbook.service.times import as_time, as_us
 from rollbook.service.weights import bytes_of
 from rollbook.store.events import Json, SessionOpened
 from rollbook.store.safe_paths import place_inside
@@ -31,6 +31,7 @@ TYPES = {WEIGHTS: "training", SAMPLER_WEIGHTS: "sampler", EXTERNAL_WEIGHTS: "ext
 """What clients call the kinds of weights in lists."""
 ACTIVE_S = 120.0
 """A session is active for so long behind a sign of life."""
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Lists:
@@ -235,3 +236,13 @@ def _texts(metadata: Json | None) -> dict[str, str] | None:
     if metadata is None:
         return None
     return {name: v if isinstance(v, str) else orjson.dumps(v).decode() for name, v in metadata.items()}
+
+
+def as_time(us: int) -> str:
+    """Microseconds since 1970 as an ISO 8601 time, as clients read them."""
+    return (_EPOCH + timedelta(microseconds=us)).isoformat()
+
+
+def as_us(time: datetime) -> int:
+    """The other way."""
+    return (time - _EPOCH) // timedelta(microseconds=1)

@@ -8,8 +8,9 @@ import logging
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,11 @@ from rollbook.engines.engine import (
 )
 from rollbook.service import trajectories
 from rollbook.service.journal import Journal, failure_of
+from rollbook.service.order import RUN
 from rollbook.service.requests import CreateSampler, Sample, digest_of
 from rollbook.service.stop_texts import StopTexts, Texts
 from rollbook.store import Event
-from rollbook.store.errors import EngineError, EngineLostError, RequestError
+from rollbook.store.errors import CatalogError, EngineError, EngineLostError, RequestError
 from rollbook.store.events import (
     Json,
     OperationAccepted,
@@ -52,10 +54,12 @@ from rollbook.train.tenants.operations import (
 from rollbook.train.tenants.origins import key_of
 from rollbook.train.tenants.wire import Sampled, write_samples
 
-RUN = "service"
-"""Of events that are of no model."""
 AGAIN_S = 1.0
 """Between two tries to reach an engine that is lost."""
+ADOPT_S = 2.0
+"""Between two looks at what processes that ended were to sample."""
+CANCEL = "cancel "
+"""A message to all processes begins with it: a request of which nobody wants the sequences any more."""
 _log = logging.getLogger(__name__)
 
 
@@ -131,7 +135,9 @@ class Sampler:
         self._base_model, self._digest = base_model, digest
         self._adapters = HeldAdapters(engine, journal, most_adapters)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._adopting: asyncio.Task[None] | None = None
         self._cancelled: set[str] = set()
+        self._aborting: set[asyncio.Future[None]] = set()
         self._delivered: set[str] = set()
 
     async def start(self) -> None:
@@ -141,14 +147,22 @@ class Sampler:
             """The base model stays as it is."""
 
         await self._engine.start(activated)
-        for operation in [*self._journal.operations.sampling.values()]:
-            self._begin(operation)
+        loop = asyncio.get_running_loop()
+
+        def hear(message: str) -> None:
+            loop.call_soon_threadsafe(self._hear, message)
+
+        self._journal.hear(hear)
+        await self._take([*self._journal.operations.sampling])
+        if self._journal.order.shared:
+            self._adopting = loop.create_task(self._adopt())
 
     async def stop(self) -> None:
         """End; what is under way is sampled again after the next start."""
-        for task in self._tasks.values():
+        tasks = [*self._tasks.values(), *([] if self._adopting is None else [self._adopting])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._engine.close()
 
     # What clients ask -------------------------------------------------------------------------------
@@ -166,21 +180,23 @@ class Sampler:
         if sent.base_model not in (None, self._base_model):
             text = f"base_model {sent.base_model[:80]!r} is not served: use {self._base_model!r}"
             raise RequestError(400, "unknown_base_model", text)
-        async with self._journal.alone(sampler_id):
-            if (known := operations.samplers.get(sampler_id)) is not None:
-                if known.path != sent.model_path:
-                    text = f"sampling session {sampler_id} is another's weights"
-                    raise RequestError(422, "other_body", text)
-                return sampler_id
-            named = sampler_id, sent.session_id, self._base_model
-            if sent.model_path is None:
-                sampler = SamplerOpened(*named, None, None, 0, self._digest, None)
-                await self._journal.write([Event(sampler, run=RUN)])
-                return sampler_id
+        named, saved = (sampler_id, sent.session_id, self._base_model), None
+        if sampler_id not in operations.samplers and sent.model_path is not None:
             saved = self._journal.saved(sent.model_path, caller)
-            with self._journal.pin(saved.checkpoint):
-                sampler = sampler_of_saved(named, saved, sent.model_path)
-                await self._journal.write([Event(sampler, run=run_of(saved.model_id))])
+        if saved is None:
+            opened, run = SamplerOpened(*named, None, None, 0, self._digest, None), RUN
+        else:
+            opened, run = sampler_of_saved(named, saved, sent.model_path), run_of(saved.model_id)
+
+        def known() -> bool:
+            if (earlier := operations.samplers.get(sampler_id)) is None:
+                return not self._journal.check_kept(opened.checkpoint)
+            if earlier.path != sent.model_path:
+                text = f"sampling session {sampler_id} is another's weights"
+                raise RequestError(422, "other_body", text)
+            return True
+
+        await self._journal.write([Event(opened, run=run)], key=sampler_id, unless=known)
         return sampler_id
 
     def described(self, sampler_id: str, caller: str | None) -> Json:
@@ -206,9 +222,8 @@ class Sampler:
         if not self._journal.operations.repeated(accepted):  # which refuses before there is more to do
             turns = trajectories.opened(accepted, sampler, samplings_of(settings), caller)
             before = [Event(record, run=run) for record in turns]
-        with self._journal.pin(sampler.checkpoint or ""):
-            if await self._journal.accept(accepted, *before, run=run):
-                self._begin(self._journal.operations.by_request[request_id])
+        if await self._journal.accept(accepted, *before, run=run, needs=sampler.checkpoint):
+            await self._take([request_id])
         accepted = self._journal.operations.by_request[request_id].accepted
         return {"request_id": request_id, "sample_sequence_ids": accepted.resolved["sequence_ids"]}
 
@@ -247,9 +262,17 @@ class Sampler:
         """End a request of which nobody wants the sequences any more; one that ended stays as it is."""
         operation = self._journal.operations.request(request_id, caller)
         if operation.ended is None and operation.accepted.operation == SAMPLE:
+            await asyncio.to_thread(self._journal.order.tell, f"{CANCEL}{request_id}")
+
+    def _hear(self, message: str) -> None:
+        """End what a client cancelled, by whichever process, if it is sampled here."""
+        request_id = message.removeprefix(CANCEL)
+        if request_id != message and request_id in self._tasks:
             self._cancelled.add(request_id)
-            for sequence_id in operation.accepted.resolved["sequence_ids"]:
-                await self._engine.abort(sequence_id)
+            accepted = self._journal.operations.by_request[request_id].accepted
+            for sequence_id in accepted.resolved["sequence_ids"]:
+                self._aborting.add(abort := asyncio.ensure_future(self._engine.abort(sequence_id)))
+                abort.add_done_callback(self._aborting.discard)
 
     async def delivered(self, operation: Operation) -> None:
         """Note that a client was sent what was sampled; once."""
@@ -261,10 +284,24 @@ class Sampler:
 
     # Sampling ---------------------------------------------------------------------------------------
 
-    def _begin(self, operation: Operation) -> None:
-        request_id = operation.accepted.request_id
-        task = self._tasks[request_id] = asyncio.create_task(self._sample(operation.accepted))
-        task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
+    async def _take(self, request_ids: Sequence[str]) -> None:
+        """Begin with those of these requests that no other process samples for."""
+        for request_id in await self._journal.take(request_ids):
+            operation = self._journal.operations.by_request[request_id]
+            if operation.ended is None and request_id not in self._tasks:
+                task = self._tasks[request_id] = asyncio.create_task(self._sample(operation.accepted))
+                task.add_done_callback(partial(self._sampled_for, request_id))
+
+    def _sampled_for(self, request_id: str, _: asyncio.Task[None]) -> None:
+        del self._tasks[request_id]
+        self._cancelled.discard(request_id)
+
+    async def _adopt(self) -> None:
+        """Take what other processes were to sample, and ended before."""
+        while True:
+            await asyncio.sleep(ADOPT_S)
+            if left := [name for name in [*self._journal.operations.sampling] if name not in self._tasks]:
+                await self._take(left)
 
     async def _sample(self, accepted: OperationAccepted) -> None:
         sampler = self._journal.operations.samplers[accepted.model_id]
@@ -281,8 +318,12 @@ class Sampler:
             records = trajectories.failed(accepted, told["error"])
             ended = OperationEnded(*named, None, told, {})
         events = [Event(record, run=_run_of(sampler)) for record in [*records, ended]]
-        await asyncio.to_thread(self._journal.end, events)
-        self._cancelled.discard(accepted.request_id)
+        await asyncio.to_thread(self._end, events, accepted.request_id)
+
+    def _end(self, events: Sequence[Event], request_id: str) -> None:
+        self._journal.end(events)
+        with suppress(CatalogError):
+            self._journal.order.leave([request_id])
 
     async def _until_reached(
         self, accepted: OperationAccepted, sampler: SamplerOpened

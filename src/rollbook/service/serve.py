@@ -1,7 +1,11 @@
-"""`rollbook service`: the base model, the log and the routes, in one process until it is interrupted."""
+"""`rollbook service`: the base model, the log and the routes, in a process until it is interrupted."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +14,32 @@ from rollbook.edge.listening import Announce, serve_alone
 from rollbook.engines.embedded.engine import EmbeddedEngine
 from rollbook.engines.engine import ServesAdapters
 from rollbook.engines.sglang.adapters import SglangAdapters
+from rollbook.engines.weights.digests import digest_tensors, read_weights
 from rollbook.engines.weights.identify import Identity
 from rollbook.engines.weights.log import WeightLog
 from rollbook.service.app import build_service_app
 from rollbook.service.config import ServiceConfig
 from rollbook.service.journal import Journal
-from rollbook.service.sampling import RUN, Sampler
+from rollbook.service.order import LANE, MOST_PROCESSES, RUN, SharedOrder
+from rollbook.service.sampling import Sampler
 from rollbook.service.service import TrainingService
 from rollbook.service.stop_texts import Texts
+from rollbook.service.worker import Worker
 from rollbook.store import Event, Store
-from rollbook.store.errors import ConfigError
+from rollbook.store.errors import ConfigError, LaneLockedError
 from rollbook.store.events import Record, RunOpened
+from rollbook.store.log.writer import LaneWriter
+from rollbook.train.model.model import choose_device
+from rollbook.train.model.shape import ModelShape, read_shape
 from rollbook.train.tenants.base import Base, load_base
 from rollbook.train.tenants.operations import POLICY
 
-LANE = "service"
 EngineKeys = tuple[str | None, str | None]
 """(the key of an engine's server, that of its control routes)"""
+
+
+forever = threading.Event().wait
+"""Waits for the end of the process."""
 
 
 def serve_service(
@@ -47,8 +60,66 @@ def serve_service(
         ConfigError: the address cannot be listened on.
         ModelError: the base model cannot be trained.
         LaneLockedError: another service writes this store.
+        CatalogError: other processes serve with this one, and the catalog cannot be reached.
     """
-    base = load_base(
+    base = _base(config) if config.trains else None
+    served = Served.of(config) if base is None else Served(base.name, base.digest, base.policy.shape)
+    with _journal(config, log, config.trains, served.digest) as journal:
+        worker = None if base is None else Worker(journal, base, config.models)
+        sampler = _sampler(config, journal, served, engine_keys)
+        service = TrainingService(journal, served.name, served.shape, sampler, worker)
+        serve_alone(lambda mine: build_service_app(service, keys, mine), host, port, announce)
+
+
+def work(
+    config: ServiceConfig, log: Store, announce: Callable[[], None], ended: Callable[[], object] = forever
+) -> None:
+    """Do operations of models beside other processes.
+
+    Args:
+        announce: called once, before the first operation is done.
+        ended: waits until it is to end.
+
+    Raises:
+        ConfigError: there are no other processes.
+        ModelError: the base model cannot be trained.
+        CatalogError: the catalog cannot be reached.
+    """
+    if not config.shared:
+        raise ConfigError("a worker needs shared = true: others accept what it does")
+    base = _base(config)
+    with _journal(config, log, True, base.digest) as journal:
+        worker = Worker(journal, base, config.models)
+        worker.start()
+        announce()
+        ended()
+        journal.stop()
+        worker.stop()
+        journal.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The base model, as those know it who do not train it: what clients call it, the digest of its weights,
+    and its shape."""
+
+    name: str
+    digest: str
+    shape: ModelShape
+
+    @classmethod
+    def of(cls, config: ServiceConfig) -> Served:
+        """That of a CONFIG.
+
+        Raises:
+            ModelError: it cannot be trained.
+        """
+        folder = Path(config.base)
+        return cls(config.base_name, digest_tensors(read_weights(folder)), read_shape(folder))
+
+
+def _base(config: ServiceConfig) -> Base:
+    return load_base(
         config.base_name,
         Path(config.base),
         device=config.device,
@@ -56,34 +127,47 @@ def serve_service(
         threads=config.threads,
         recompute=config.recompute,
     )
-    opened = RunOpened("service", config.model_dump(mode="json") | {"weights_digest": base.digest})
-    with log.writer(LANE) as writer:
-        writer.append([Event(opened, run=RUN)]).result()
-        journal = Journal(log, writer)
-        sampler = _sampler(config, journal, base, engine_keys)
-        service = TrainingService(journal, base, sampler, config.models)
-        serve_alone(lambda mine: build_service_app(service, keys, mine), host, port, announce)
 
 
-def _sampler(config: ServiceConfig, journal: Journal, base: Base, keys: EngineKeys) -> Sampler | None:
+@contextlib.contextmanager
+def _journal(config: ServiceConfig, log: Store, trains: bool, digest: str) -> Iterator[Journal]:
+    """Context: the journal of this process, which is alone, or one of several."""
+    remedy = "end it, or have both share the store: shared = true"
+    opened = RunOpened("service", config.model_dump(mode="json") | {"weights_digest": digest})
+    with log.claim("service", remedy, shared=config.shared), _writer(log, config.shared) as writer:
+        order = SharedOrder(log, writer.lane, writer.recovered.next_seq, trains) if config.shared else None
+        journal = Journal(log, writer, order)
+        journal.open([Event(opened, run=RUN)])
+        yield journal
+
+
+def _writer(log: Store, shared: bool) -> LaneWriter:
+    """The writer of a lane of its own: the first that no other process writes."""
+    for number in range(1, MOST_PROCESSES if shared else 1):
+        with contextlib.suppress(LaneLockedError):
+            return log.writer(LANE if number == 1 else f"{LANE}-{number}")
+    return log.writer(LANE if not shared else f"{LANE}-{MOST_PROCESSES}")
+
+
+def _sampler(config: ServiceConfig, journal: Journal, served: Served, keys: EngineKeys) -> Sampler | None:
     """What samples from the base model, and from adapters beside it."""
-    wanted = config.sampler
+    wanted, folder = config.sampler, Path(config.base)
     if wanted.engine == "none":
         return None
     engine: ServesAdapters
     if wanted.engine == "sglang":
         if not wanted.url:
             raise ConfigError("sampler.engine = sglang needs sampler.url, such as http://127.0.0.1:30000")
-        engine = sglang_engine(wanted.url, journal, base.folder, wanted.adapters, keys)
+        engine = sglang_engine(wanted.url, journal, folder, wanted.adapters, keys)
     else:
         engine = EmbeddedEngine(
-            base.folder,
-            device=base.how.device.type,
+            folder,
+            device=choose_device(config.device).type,
             batch_tokens=wanted.batch_tokens,
             cache_blocks=wanted.cache_blocks,
             adapters=True,
         )
-    return Sampler(journal, engine, base.name, base.digest, Texts.of(base.folder), wanted.adapters)
+    return Sampler(journal, engine, served.name, served.digest, Texts.of(folder), wanted.adapters)
 
 
 def sglang_engine(

@@ -12,6 +12,7 @@ from rollbook.service.downloads import Downloads
 from rollbook.service.journal import Journal
 from rollbook.service.lists import Lists
 from rollbook.service.metrics import ServiceMetrics
+from rollbook.service.order import RUN
 from rollbook.service.requests import (
     CreateModel,
     CreateSession,
@@ -24,7 +25,7 @@ from rollbook.service.requests import (
     Unusable,
     digest_of,
 )
-from rollbook.service.sampling import RUN, Sampler
+from rollbook.service.sampling import Sampler
 from rollbook.service.weights import Weights
 from rollbook.service.worker import Worker
 from rollbook.store import Event
@@ -37,7 +38,7 @@ from rollbook.store.events import (
     SessionOpened,
 )
 from rollbook.store.ids import new_id
-from rollbook.train.tenants.base import Base
+from rollbook.train.model.shape import ModelShape
 from rollbook.train.tenants.bodies import stored_body
 from rollbook.train.tenants.effects import PASS_LIMITS
 from rollbook.train.tenants.losses import resolved_keys
@@ -72,24 +73,31 @@ class TrainingService:
     """Sessions, models and operations of all clients.
 
     Args:
-        base: the model whose weights all share.
-        most_models: of clients, in the device's memory at once.
+        base_model: what clients call the model whose weights all share; shape: of it.
         sampler: samples for clients; None: nothing is sampled here.
+        worker: does the operations of models; None: other processes do.
     """
 
-    def __init__(self, journal: Journal, base: Base, sampler: Sampler | None, most_models: int) -> None:
-        self.base_model, self._shape, self._sampler = base.name, base.policy.shape, sampler
-        self._journal, self._operations = journal, journal.operations
-        self._worker = Worker(journal, base, most_models)
-        self.weights, self.downloads = Weights(journal, base.name), Downloads(journal)
-        self.lists = Lists(journal, base.name)
+    def __init__(
+        self,
+        journal: Journal,
+        base_model: str,
+        shape: ModelShape,
+        sampler: Sampler | None,
+        worker: Worker | None,
+    ) -> None:
+        self.base_model, self._shape, self._sampler = base_model, shape, sampler
+        self._journal, self._operations, self._worker = journal, journal.operations, worker
+        self.weights, self.downloads = Weights(journal, base_model), Downloads(journal)
+        self.lists = Lists(journal, base_model)
 
     async def start(self) -> None:
         """Begin, on the running event loop, with what waited."""
         self._journal.start()
         if self._sampler is not None:
             await self._sampler.start()
-        self._worker.start()
+        if self._worker is not None:
+            self._worker.start()
         self.weights.start()
 
     async def stop(self) -> None:
@@ -98,7 +106,13 @@ class TrainingService:
         await self.weights.stop()
         if self._sampler is not None:
             await self._sampler.stop()
-        await run_in_threadpool(self._worker.stop)
+        if self._worker is not None:
+            await run_in_threadpool(self._worker.stop)
+        await run_in_threadpool(self._journal.close)
+
+    async def current(self) -> None:
+        """Know what clients asked of other processes until now."""
+        await self._journal.current()
 
     @property
     def metrics(self) -> ServiceMetrics:
@@ -120,13 +134,16 @@ class TrainingService:
 
     async def open_session(self, sent: CreateSession, once: str | None, caller: str | None) -> str:
         """A new session, or the one that the same request opened before."""
-        session = SessionOpened(new_id(), once, sent.model_dump(exclude={"type"}), caller)
-        async with self._journal.alone(f"session {caller} {once or session.session_id}"):
-            if once is not None and (known := self._operations.by_key.get((caller, once))) is not None:
-                return known
-            await self._journal.write([Event(session, run=RUN)])
-        self.lists.alive(session.session_id)
-        return session.session_id
+        session_id, known = new_id(), self._operations.by_key
+        session = Event(SessionOpened(session_id, once, sent.model_dump(exclude={"type"}), caller), run=RUN)
+        if once is None:
+            await self._journal.write([session])
+        else:
+            named = caller, once
+            await self._journal.write([session], key=f"session {named}", unless=lambda: named in known)
+            session_id = known[named]
+        self.lists.alive(session_id)
+        return session_id
 
     def alive(self, session_id: str, caller: str | None) -> None:
         """A session's sign of life.
@@ -142,9 +159,8 @@ class TrainingService:
     async def end_session(self, session_id: str, reason: Json, caller: str | None) -> None:
         """Note that a session is over; its first reason counts."""
         self._operations.session(session_id, caller)
-        async with self._journal.alone(f"end {session_id}"):
-            if session_id not in self._operations.over:
-                await self._journal.write([Event(SessionEnded(session_id, reason), run=RUN)])
+        ended, over = Event(SessionEnded(session_id, reason), run=RUN), self._operations.over
+        await self._journal.write([ended], key=f"end {session_id}", unless=lambda: session_id in over)
 
     # Operations -------------------------------------------------------------------------------------
 
@@ -183,8 +199,7 @@ class TrainingService:
         settings = made | {"path": sent.path, "optimizer": sent.optimizer}
         settings |= {"checkpoint": saved.checkpoint, "digests": saved.digests}
         settings["user_metadata"] = sent.user_metadata
-        with self._journal.pin(saved.checkpoint):
-            return await self._accept(*asked, settings)
+        return await self._accept(*asked, settings, saved.checkpoint)
 
     def _check_free(self, model_id: str) -> None:
         """Refuse to make a model where copies of weights are.
@@ -206,8 +221,7 @@ class TrainingService:
             return await self._ordered(sent, LOAD, {"refused": error.message})
         settings = {"path": sent.path, "optimizer": sent.optimizer}
         settings |= {"checkpoint": saved.checkpoint, "digests": saved.digests}
-        with self._journal.pin(saved.checkpoint):
-            return await self._ordered(sent, LOAD, settings)
+        return await self._ordered(sent, LOAD, settings, needs=saved.checkpoint)
 
     def _with_optimizer(self, path: str, caller: str | None) -> Saved:
         """Weights that training goes on from.
@@ -303,30 +317,41 @@ class TrainingService:
             await self.sampler.delivered(operation)
 
     async def _ordered(
-        self, sent: Ordered, operation: str, settings: Json, digest: str | None = None
+        self,
+        sent: Ordered,
+        operation: str,
+        settings: Json,
+        digest: str | None = None,
+        needs: str | None = None,
     ) -> Json:
         """Accept an operation of a model that is there.
 
         Args:
             digest: of what its repetitions have in common; None: of all of it.
+            needs: the checkpoint that it refers to.
         """
         body = sent.model_dump(mode="json")
-        return await self._accept(
-            sent.model_id, sent.seq_id, operation, body, digest or digest_of(body), settings
-        )
+        named = sent.model_id, sent.seq_id, operation
+        return await self._accept(*named, body, digest or digest_of(body), settings, needs)
 
     async def _accept(
-        self, model_id: str, number: int, operation: str, body: Json, digest: str, settings: Json
+        self,
+        model_id: str,
+        number: int,
+        operation: str,
+        body: Json,
+        digest: str,
+        settings: Json,
+        needs: str | None = None,
     ) -> Json:
         """Write that an operation came, unless it did before.
 
         Raises:
-            RequestError: as `Operations.repeated`.
+            RequestError: as `Journal.accept`.
         """
         request_id, run = request_id_of(model_id, number), run_of(model_id)
         wanted = OperationAccepted(request_id, model_id, number, operation, body, digest, settings)
-        if await self._journal.accept(wanted, run=run):
-            self._worker.wake()
+        await self._journal.accept(wanted, run=run, needs=needs)
         return {"request_id": request_id, "model_id": model_id}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rollbook.store import Event, Store
 from rollbook.store.events import OperationAccepted, OperationEnded
-from rollbook.train.tenants.history import KINDS
+from rollbook.train.tenants.history import events_of_clients
 from rollbook.train.tenants.operations import CREATE, SAMPLE, Operations, session_of
 
 RECENT = 1000
@@ -54,7 +54,7 @@ class _Times:
 
 def status_of(log: Store, now_us: int) -> list[Status]:
     """The status of everything that clients made, the newest last."""
-    return _status(log.events_of(KINDS), now_us)
+    return _status(events_of_clients(log), now_us)
 
 
 def _status(events: Iterable[Event], now_us: int) -> list[Status]:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollbook.service.journal import Journal
+from rollbook.service.order import RUN
 from rollbook.service.requests import CopyWeights
-from rollbook.service.sampling import RUN
 from rollbook.store import Event
 from rollbook.store.errors import RequestError, WriteFailedError
 from rollbook.store.events import Json, SessionOpened, WeightsChanged, WeightsCopied, WeightsFreed
@@ -25,7 +25,6 @@ from rollbook.train.tenants.operations import (
     KEPT,
     PUBLISHED,
     UNPUBLISHED,
-    Saved,
     kind_of,
     model_id_of,
     model_in,
@@ -35,6 +34,8 @@ from rollbook.train.tenants.operations import (
 
 SWEEP_S = 60.0
 """Between two looks at what has expired, and at whose files may go."""
+SWEEP = "sweep"
+"""What one of several processes does."""
 _log = logging.getLogger(__name__)
 
 
@@ -47,7 +48,6 @@ class Weights:
 
     def __init__(self, journal: Journal, base_model: str) -> None:
         self._journal, self._operations, self._base_model = journal, journal.operations, base_model
-        self._copying = asyncio.Lock()
         self._wake, self._stopped = asyncio.Event(), False
         self._task: asyncio.Task[None] | None = None
 
@@ -97,15 +97,9 @@ class Weights:
             RequestError: 404, the weights or the session are not there; 422, something else is where the copy
                 was to be.
         """
-        async with self._copying:
-            if once is not None and (known := self._operations.copies.get((caller, once))) is not None:
-                return known
-            saved = self._journal.saved(sent.source_path, caller)
-            with self._journal.pin(saved.checkpoint):
-                return await self._copied(sent, saved, once, caller)
-
-    async def _copied(self, sent: CopyWeights, saved: Saved, once: str | None, caller: str | None) -> str:
-        before: list[Event] = []
+        if once is not None and (known := self._operations.copies.get((caller, once))) is not None:
+            return known
+        saved, before = self._journal.saved(sent.source_path, caller), list[Event]()
         if sent.session_id is None:
             session_id, number = new_id(), 0
             opened = SessionOpened(session_id, None, {"project_id": sent.destination_project_id}, caller)
@@ -114,14 +108,24 @@ class Weights:
             self._operations.session(sent.session_id, caller)
             session_id, number = sent.session_id, sent.model_seq_id or 0
         model_id = model_id_of(session_id, number)
-        if model_id in self._operations.models:
-            text = f"model {model_id} is there: give another model_seq_id"
-            raise RequestError(422, "other_body", text)
         path = path_of(model_id, kind_of(sent.source_path), sent.source_path.rpartition("/")[2])
         of_what = saved.model_id, saved.number, saved.version, saved.checkpoint, saved.digests
         rest = self._until(sent.ttl_seconds), saved.metadata, once, caller
         copied = WeightsCopied(model_id, path, sent.source_path, *of_what, *rest)
-        await self._journal.write([*before, Event(copied, run=run_of(model_id))])
+        made = (caller, once)
+
+        def is_made() -> bool:
+            if once is not None and made in self._operations.copies:
+                return True
+            if model_id in self._operations.models:
+                text = f"model {model_id} is there: give another model_seq_id"
+                raise RequestError(422, "other_body", text)
+            return not self._journal.check_kept(saved.checkpoint)
+
+        events = [*before, Event(copied, run=run_of(model_id))]
+        if not await self._journal.write(events, key=f"copy {made if once else model_id}", unless=is_made):
+            assert once is not None
+            return self._operations.copies[caller, once]
         return path
 
     def described(self, path: str, caller: str | None) -> Json:
@@ -151,6 +155,8 @@ class Weights:
 
     async def sweep(self) -> None:
         """Note what has expired, and remove files that nothing refers to."""
+        if not await self._journal.take([SWEEP]):
+            return
         now_us, lapsed = self._journal.now_us(), list[Event]()
         for model in list(self._operations.models.values()):
             for path, saved in list(model.saved.items()):
@@ -161,13 +167,19 @@ class Weights:
             await self._journal.write(lapsed)
         if not self._operations.gone:
             return
-        held = held_checkpoints(self._operations) | set(+self._journal.pinned)
+        held = held_checkpoints(self._operations)
         loose = {name: by for name, by in self._operations.gone.items() if name not in held}
         if loose:
             sizes = await asyncio.to_thread(lambda: [bytes_of(self._folder(name)) for name in loose])
             sized = zip(loose.items(), sizes, strict=True)
-            await self._journal.free([WeightsFreed(*by, name, size) for (name, by), size in sized])
-            await asyncio.to_thread(self._remove, [*loose])
+            freed = [WeightsFreed(*by, name, size) for (name, by), size in sized]
+            if await self._journal.free(freed, lambda: self._are_held({*loose})):
+                await asyncio.to_thread(self._remove, [*loose])
+
+    def _are_held(self, checkpoints: set[str]) -> bool:
+        """Whether something refers to one of these by now, or another process removes them."""
+        operations = self._operations
+        return bool(checkpoints & (held_checkpoints(operations) | operations.freed))
 
     async def _run(self) -> None:
         left = [*self._operations.freed]

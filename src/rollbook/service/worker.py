@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from rollbook.service.idle import IdleStates
 from rollbook.service.journal import Journal, failure_of
 from rollbook.store import Event
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import CatalogError, RequestError
 from rollbook.store.events import (
     OperationAccepted,
     OperationEnded,
@@ -47,6 +48,8 @@ QUANTUM = 8192
 """Tokens that a model may have done in its turn; what it does not use up is kept while it has operations."""
 STEPS_BETWEEN = 50
 """Optimizer steps after which a model's state is written: so many run again after a crash, at most."""
+LOOK_S = 0.5
+"""Between two looks at models that another process trains."""
 SOURCE = "advantage"
 """What the number is called that a client's operation carries for a sequence."""
 _log = logging.getLogger(__name__)
@@ -97,44 +100,62 @@ class Worker:
         self._journal, self._operations, self._store = journal, journal.operations, journal.log.path
         self._base, self._most_models = base, most_models
         self._models = OrderedDict[str, ClientModel]()
-        self._idle = IdleStates(self._store / "idle", most_models)
+        self._idle = IdleStates(self._store / "idle" / journal.order.lane, most_models)
         self._opened = set[str]()
         self._turns = Turns()
-        self._came = threading.Condition()
-        self._stopped = False
+        self._own = set[str]()
+        self._seen: dict[str, tuple[float, float]] = {}
+        self._news, self._stopped = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="operations", daemon=True)
 
     def start(self) -> None:
         """Begin, with what waited when the log was opened."""
+        self._journal.watch(self._news.set)
         self._thread.start()
-
-    def wake(self) -> None:
-        """Look again: an operation came."""
-        with self._came:
-            self._came.notify()
 
     def stop(self) -> None:
         """End behind the operation that is under way."""
-        with self._came:
-            self._stopped = True
-            self._came.notify()
+        self._stopped = True
+        self._news.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            with self._came:
-                while not self._stopped and not (ready := self._ready()):
-                    self._came.wait()
-                if self._stopped:
-                    return
+        while not self._stopped:
+            self._news.clear()
+            if not (ready := self._ready()):
+                self._news.wait(LOOK_S if self._journal.order.shared else None)
+                continue
             model = self._operations.models[self._turns.next(ready)]
             assert model.next is not None
             self._do(model, model.next)
 
     def _ready(self) -> dict[str, int]:
-        """The models with a next operation, and what it costs."""
-        models = list(self._operations.ready.values())
-        return {m.model_id: _cost(m.next.accepted) for m in models if m.next is not None}
+        """The models with a next operation that is to be done here, and what it costs."""
+        ready = list(self._operations.ready.values())
+        if self._journal.order.shared:
+            self._take({model.model_id for model in ready})
+            ready = [model for model in ready if model.model_id in self._own]
+        return {m.model_id: _cost(m.next.accepted) for m in ready if m.next is not None}
+
+    def _take(self, ready: set[str]) -> None:
+        """Have models that no other process trains, and leave those that are trained no more."""
+        now = time.monotonic()
+        self._seen = {model_id: self._seen.get(model_id, (now, now)) for model_id in ready - self._own}
+        try:
+            for model_id, (since, again) in self._seen.items():
+                if now >= again:
+                    self._seen[model_id] = since, now + LOOK_S
+                    if self._journal.order.take([model_id], now - since):
+                        self._own.add(model_id)
+                        self._journal.look()  # whoever had it may have done more of it
+            models = self._operations.models
+            if over := [
+                m for m in self._own if session_of(m) in self._operations.over and not models[m].pending
+            ]:
+                self._own.difference_update(over)
+                self._journal.order.leave(over)
+        except CatalogError as error:
+            _log.warning("models that wait are not looked at: %s", error)
 
     def _do(self, model: ModelOperations, operation: Operation) -> None:
         accepted = operation.accepted
@@ -146,7 +167,9 @@ class Worker:
                 _log.exception("operation %s failed", accepted.request_id)
                 self._models.pop(model.model_id, None)  # it is made again from the log
             records = [OperationEnded(*named, None, failure_of(error), {})]
-        self._journal.end([Event(record, run=model.run) for record in records])
+        if not self._journal.end([Event(record, run=model.run) for record in records]):
+            self._models.pop(model.model_id, None)
+            self._own.discard(model.model_id)
 
     def _done(self, model: ModelOperations, operation: Operation) -> list[Record]:
         """Do an operation; the records of it, its end last."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import random
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
@@ -15,10 +17,10 @@ LOST = b'{"detail": "the answer is lost"}'
 
 
 class LossyProxy:
-    """Passes requests on to a server; of each POST that was accepted it loses the answer by chance.
+    """Passes requests on to servers in turn; of each POST that was accepted it loses the answer by chance.
 
     Args:
-        port: of the server, on this host.
+        ports: of the servers, on this host; one that does not answer is passed over.
         share: of the answers that are lost; seed: of the chance.
         spared: parts of paths of which none is lost.
 
@@ -26,9 +28,10 @@ class LossyProxy:
         lost: how many, by the last part of their path.
     """
 
-    def __init__(self, port: int, share: float, seed: int, spared: tuple[str, ...] = ()) -> None:
+    def __init__(self, ports: Sequence[int], share: float, seed: int, spared: tuple[str, ...] = ()) -> None:
         self.lost = Counter[str]()
-        self._port, self._share, self._spared = port, share, spared
+        self._ports, self._share, self._spared = itertools.cycle(ports), share, spared
+        self._count = len(ports)
         self._chance, self._lock = random.Random(seed), threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -52,14 +55,18 @@ class LossyProxy:
         return lost
 
     def answer(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, Any, bytes]:
-        """(status, headers, body) of the server's answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
-        try:
-            connection.request(method, path, body, headers)
-            reply = connection.getresponse()
-            return reply.status, reply.getheaders(), reply.read()
-        finally:
-            connection.close()
+        """(status, headers, body) of a server's answer; 503 where none of them answers."""
+        for _ in range(self._count):
+            connection = http.client.HTTPConnection("127.0.0.1", next(self._ports), timeout=60)
+            try:
+                connection.request(method, path, body, headers)
+                reply = connection.getresponse()
+                return reply.status, reply.getheaders(), reply.read()
+            except (OSError, http.client.HTTPException):
+                continue
+            finally:
+                connection.close()
+        return 503, [], LOST
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         proxy = self

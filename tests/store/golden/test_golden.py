@@ -82,7 +82,7 @@ NEWER_KINDS = frozenset(
         *("eval.finished", "stop.fired", "step.vectors", "checkpoint.removed"),
         *("launch.started", "launch.ended", "launch.leaked", "eval.started", "eval.sampled"),
         *("session.opened", "session.ended", "sampler.opened", "operation.accepted", "operation.ended"),
-        *("weights.changed", "weights.copied", "weights.freed"),
+        *("weights.changed", "weights.copied", "weights.freed", "lane.ordered"),
     }
 )
 """Kinds that came after format 1's golden store was written."""

@@ -1,0 +1,465 @@
+"""The order in which counts what a service's processes write, the same for all of them.
+
+A process alone needs nothing for it: its lane is the order. Several agree in the store's catalog (SQLite on
+one host, PostgreSQL for several). Who writes has seen everything before, takes the next position there, in a
+transaction of which there is one at a time, and then appends to its own lane, behind a `lane.ordered` with
+the position. Another that comes to a position waits until its events are durable; where their process ended
+before, its lane says so once it is recovered, and the position stays empty. So the log has the order, and the
+catalog only what is under way: which positions were taken last, and who trains which model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from sqlalchemy import delete, func, select, text
+from sqlalchemy.orm import Session
+
+from rollbook.store import Event, Store
+from rollbook.store.catalog.catalog import catalog_url
+from rollbook.store.catalog.database import (
+    Database,
+    ServiceBatchRow,
+    ServiceHeadRow,
+    ServiceProcessRow,
+    ServiceSeatRow,
+)
+from rollbook.store.cut import Cut
+from rollbook.store.errors import CatalogError, LaneLockedError, StoreError
+from rollbook.store.events import LaneOrdered, codec
+from rollbook.store.ids import new_id
+from rollbook.store.log.reader import LaneReader
+from rollbook.store.log.recovery import recovered_lane
+from rollbook.store.log.writer import LaneWriter
+from rollbook.store.wal.files import lane_folder, read_watermark
+from rollbook.train.tenants.history import last_position
+
+LANE = "service"
+"""Of a process alone, and of the first of several."""
+MOST_PROCESSES = 64
+RUN = "service"
+"""Of events that are of no model."""
+ALIVE_S, SIGN_S = 10.0, 3.0
+"""A process is alive for so long behind a sign of life; and it gives one so often."""
+PATIENCE_S = 2.0
+"""A model is left to a process that trains fewer for so long, if nobody does its operations."""
+KEPT_BATCHES = 100_000
+"""Positions whose places are kept: a process that falls behind by more stops."""
+CHANNEL = "rollbook_service"
+_PAUSES_S = (0.0, 0.001, 0.002, 0.005, 0.02)
+_LOOK_S = 0.25
+"""Between two looks at whether a process ended before its events were durable."""
+_POLL_S = 0.05
+"""Between two looks for news in a catalog that does not tell them."""
+_log = logging.getLogger(__name__)
+Fold = Callable[[Iterable[Event]], None]
+
+
+class Order(Protocol):
+    """The order of what a process and the others write, and what it has to do of what is asked of all."""
+
+    lane: str
+    """The process's own."""
+    shared: bool
+    """Whether there may be other processes."""
+
+    def begin(self, news: Callable[[], None], heard: Callable[[str], None]) -> Cut:
+        """The cut to be folded first, once.
+
+        Args:
+            news: called where others may have written; heard: told what was told to all.
+        """
+
+    def turn(self, fold: Fold) -> contextlib.AbstractContextManager[Callable[[int], list[Event]]]:
+        """Context: all that counts so far is folded. It gives what takes the next position for so many
+        events, which are then to be appended behind the events that it returns."""
+
+    def done(self, first: int | None) -> None:
+        """Note that the events of the position that was taken last were appended, from this number of the
+        lane on; None: they never will be."""
+
+    def look(self, fold: Fold) -> None:
+        """Fold what others wrote since."""
+
+    def take(self, names: Iterable[str], waited_s: float | None = None) -> set[str]:
+        """Of these models, or requests to sample, those that this process does from now on.
+
+        Args:
+            waited_s: how long a model's operation waits already; None: it is no model.
+        """
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Do them no more."""
+
+    def tell(self, message: str) -> None:
+        """Tell all processes something, which may be lost."""
+
+    def close(self) -> None:
+        """Leave everything to the others."""
+
+
+class OwnOrder:
+    """Of a process alone.
+
+    Args:
+        writer: of its lane.
+    """
+
+    shared = False
+
+    def __init__(self, log: Store, writer: LaneWriter) -> None:
+        self._log, self._writer, self.lane = log, writer, writer.lane
+        self._heard: Callable[[str], None] = lambda _: None
+
+    def begin(self, news: Callable[[], None], heard: Callable[[str], None]) -> Cut:
+        """The head. Behind what several processes wrote, the lane goes on at a position of its own."""
+        self._heard = heard
+        head = self._log.head()
+        if last := last_position(self._log, head):
+            self._writer.append([Event(LaneOrdered(last + 1), run=RUN)]).result()
+            head = self._log.head()
+        return head
+
+    @contextlib.contextmanager
+    def turn(self, fold: Fold) -> Iterator[Callable[[int], list[Event]]]:
+        """As `Order.turn`."""
+        yield lambda _: []
+
+    def done(self, first: int | None) -> None:
+        """Nothing was taken."""
+
+    def look(self, fold: Fold) -> None:
+        """There are no others."""
+
+    def take(self, names: Iterable[str], waited_s: float | None = None) -> set[str]:
+        """All."""
+        return {*names}
+
+    def leave(self, names: Sequence[str]) -> None:
+        """Nobody else would do them."""
+
+    def tell(self, message: str) -> None:
+        """It hears itself."""
+        self._heard(message)
+
+    def close(self) -> None:
+        """There is nobody to leave anything to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Events of a position: so many from a number of a lane on."""
+
+    position: int
+    lane: str
+    seq: int
+    events: int
+    process: str
+
+
+class SharedOrder:
+    """Of several processes. Its turns, and what it reads, are of one thread.
+
+    Args:
+        lane: the process's own, which it writes.
+        end: the number of the lane's next event.
+        trains: whether it does operations of models.
+
+    Raises:
+        CatalogError: the catalog cannot be reached.
+    """
+
+    shared = True
+
+    def __init__(self, log: Store, lane: str, end: int, trains: bool) -> None:
+        self.lane, self.process = lane, new_id()
+        self._log, self._end, self._trains = log, end, trains
+        self._news: Callable[[], None] = lambda: None
+        self._heard: Callable[[str], None] = lambda _: None
+        self._url = catalog_url(log.path)
+        self._database = Database(self._url)
+        self._epoch, self._position = "", 0
+        self._taken: _Batch | None = None
+        self._readers: dict[str, LaneReader] = {}
+        self._stopped = threading.Event()
+        self._begun: Cut = {}
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._live, self._listen)]
+
+    # The order --------------------------------------------------------------------------------------
+
+    def begin(self, news: Callable[[], None], heard: Callable[[str], None]) -> Cut:
+        """A cut that has all positions which were taken so far, and no more."""
+        self._news, self._heard = news, heard
+        # A process that needs no order may have written behind the others, or the catalog is a new one.
+        last = last_position(self._log, self._log.head())
+        with self._database.write() as session:
+            self._note_alive(session)
+            if (head := session.get(ServiceHeadRow, 1)) is None:
+                session.add(head := ServiceHeadRow(id=1, epoch=new_id(), position=0))
+            head.position, self._epoch = max(head.position, last), head.epoch
+            # What an earlier process of this lane was to append, and did not.
+            lost = ServiceBatchRow.lane == self.lane, ServiceBatchRow.seq >= self._end
+            session.execute(delete(ServiceBatchRow).where(*lost))
+        while (newest := self._newest()) is not None:  # those before it are durable: its process saw them
+            self._await(newest)
+        for thread in self._threads:
+            thread.start()
+        return self._begun
+
+    def _newest(self) -> _Batch | None:
+        """The newest batch, if it is not durable yet; None: the head of the log is where to begin."""
+        with self._database.write() as session:
+            newest = select(ServiceBatchRow).order_by(ServiceBatchRow.position.desc()).limit(1)
+            row = session.scalars(newest).first()
+            if row is not None and not self._is_durable(batch := _batch_of(row)):
+                return batch
+            self._begun, self._position = self._log.head(), session.get_one(ServiceHeadRow, 1).position
+        return None
+
+    @contextlib.contextmanager
+    def turn(self, fold: Fold) -> Iterator[Callable[[int], list[Event]]]:
+        """As `Order.turn`.
+
+        Raises:
+            CatalogError: the catalog cannot be reached, or it cannot be told from it what others wrote.
+        """
+        self._taken = None
+        while True:
+            with self._database.write() as session:
+                if self._head(session).position == self._position:
+                    yield partial(self._take_position, session)
+                    return
+            self.look(fold)
+
+    def _head(self, session: Session) -> ServiceHeadRow:
+        head = session.get(ServiceHeadRow, 1)
+        if head is None or head.epoch != self._epoch:
+            raise CatalogError("the catalog was made anew while the service ran: start its processes again")
+        return head
+
+    def _take_position(self, session: Session, events: int) -> list[Event]:
+        head = self._head(session)
+        head.position += 1
+        self._taken = _Batch(head.position, self.lane, self._end, events + 1, self.process)
+        taken = self._taken
+        session.add(
+            ServiceBatchRow(
+                position=taken.position,
+                lane=self.lane,
+                seq=taken.seq,
+                events=taken.events,
+                process=self.process,
+            )
+        )
+        if head.position % 1000 == 0:
+            old = ServiceBatchRow.position <= head.position - KEPT_BATCHES
+            session.execute(delete(ServiceBatchRow).where(old))
+        self._notify(session, "")
+        return [Event(LaneOrdered(taken.position), run=RUN)]
+
+    def done(self, first: int | None) -> None:
+        """As `Order.done`.
+
+        Raises:
+            CatalogError: the catalog cannot be told now.
+        """
+        taken = self._taken
+        assert taken is not None
+        if first is None:
+            self._give_up(taken)
+        else:
+            assert first == taken.seq, "a lane has one writer"
+            self._end += taken.events
+        self._position, self._taken = taken.position, None
+
+    def look(self, fold: Fold) -> None:
+        """As `Order.look`.
+
+        Raises:
+            CatalogError: the catalog cannot be reached, or it cannot be told from it what others wrote.
+        """
+        with self._database.read() as session:
+            end = self._head(session).position
+            if end == self._position:
+                return
+            later = ServiceBatchRow.position > self._position
+            rows = session.scalars(select(ServiceBatchRow).where(later).order_by(ServiceBatchRow.position))
+            batches = [*map(_batch_of, rows)]
+        if end - self._position > KEPT_BATCHES:
+            raise CatalogError(f"{end - self._position} positions were missed: start this process again")
+        for batch in batches:
+            if batch.process == self.process:  # whose transaction was thought to have failed
+                self._give_up(batch)
+            elif self._await(batch):
+                fold(self._read(batch))
+            self._position = batch.position
+        self._position = end
+
+    def _is_durable(self, batch: _Batch) -> bool:
+        return read_watermark(lane_folder(self._log.path, batch.lane)).next_seq >= batch.seq + batch.events
+
+    def _await(self, batch: _Batch) -> bool:
+        """Wait until the events of a position are durable; False: they never will be."""
+        tries, look_at = 0, time.monotonic() + _LOOK_S
+        while not self._is_durable(batch):
+            if self._stopped.is_set():
+                raise CatalogError("it is stopping")
+            if time.monotonic() > look_at:
+                look_at = time.monotonic() + _LOOK_S
+                with self._database.read() as session:
+                    if session.get(ServiceBatchRow, batch.position) is None:
+                        return False
+                if self._has_ended(batch):
+                    break
+            time.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
+            tries += 1
+        if self._is_durable(batch):
+            return True
+        self._give_up(batch)
+        return False
+
+    def _has_ended(self, batch: _Batch) -> bool:
+        """Whether the process that was to append has ended; then its lane is recovered."""
+        with contextlib.suppress(LaneLockedError), recovered_lane(self._log.path, batch.lane):
+            return True
+        return False
+
+    def _give_up(self, batch: _Batch) -> None:
+        """Leave a position empty."""
+        mine = ServiceBatchRow.position == batch.position, ServiceBatchRow.process == batch.process
+        with self._database.write() as session:
+            session.execute(delete(ServiceBatchRow).where(*mine))
+
+    def _read(self, batch: _Batch) -> Iterator[Event]:
+        reader = self._readers.get(batch.lane)
+        if reader is None or reader.next_seq != batch.seq:
+            reader = self._readers[batch.lane] = LaneReader(self._log.path, batch.lane, batch.seq)
+        for rows in reader.poll(batch.seq + batch.events):
+            yield from codec.decode(rows, batch.lane, reader.body)
+
+    # Who does what ----------------------------------------------------------------------------------
+
+    def take(self, names: Iterable[str], waited_s: float | None = None) -> set[str]:
+        """As `Order.take`. What a process did that is not alive any more is anybody's.
+
+        Raises:
+            CatalogError: the catalog cannot be reached.
+        """
+        trains, taken = waited_s is not None, set[str]()
+        with self._database.write() as session:
+            self._note_alive(session)
+            alive = self._alive(session)
+            waits = trains and (waited_s or 0.0) < PATIENCE_S and self._is_burdened(session, alive)
+            for name in names:
+                seat = session.get(ServiceSeatRow, name)
+                held = seat is not None and seat.process in alive
+                if seat is not None and held and seat.process == self.process:
+                    taken.add(name)
+                elif not held and not waits:
+                    session.merge(ServiceSeatRow(name=name, process=self.process, trains=trains))
+                    taken.add(name)
+        return taken
+
+    def _is_burdened(self, session: Session, alive: set[str]) -> bool:
+        """Whether another process trains fewer models."""
+        counts = select(ServiceSeatRow.process, func.count()).where(ServiceSeatRow.trains)
+        models = {row[0]: row[1] for row in session.execute(counts.group_by(ServiceSeatRow.process))}
+        trainers = session.scalars(select(ServiceProcessRow.id).where(ServiceProcessRow.trains))
+        fewest = min((models.get(process, 0) for process in trainers if process in alive), default=0)
+        return models.get(self.process, 0) > fewest
+
+    def leave(self, names: Sequence[str]) -> None:
+        """As `Order.leave`.
+
+        Raises:
+            CatalogError: the catalog cannot be reached.
+        """
+        mine = ServiceSeatRow.name.in_(names), ServiceSeatRow.process == self.process
+        with self._database.write() as session:
+            session.execute(delete(ServiceSeatRow).where(*mine))
+
+    def _alive(self, session: Session) -> set[str]:
+        alive = ServiceProcessRow.until > self._now(session)
+        return {*session.scalars(select(ServiceProcessRow.id).where(alive))}
+
+    def _note_alive(self, session: Session) -> None:
+        now = self._now(session)
+        session.execute(delete(ServiceProcessRow).where(ServiceProcessRow.until < now - 10 * ALIVE_S))
+        session.merge(ServiceProcessRow(id=self.process, until=now + ALIVE_S, trains=self._trains))
+
+    def _now(self, session: Session) -> float:
+        """Seconds since 1970, by the clock that all processes share."""
+        if not self._tells:
+            return time.time()
+        return float(session.scalar(text("select extract(epoch from clock_timestamp())")) or 0.0)
+
+    # News -------------------------------------------------------------------------------------------
+
+    @property
+    def _tells(self) -> bool:
+        """Whether the catalog tells its processes of news."""
+        return self._url.get_backend_name() == "postgresql"
+
+    def tell(self, message: str) -> None:
+        """As `Order.tell`. A catalog in SQLite tells nothing to others."""
+        self._heard(message)
+        if self._tells:
+            with self._database.write() as session:
+                self._notify(session, message)
+
+    def _notify(self, session: Session, message: str) -> None:
+        if self._tells:
+            session.execute(
+                text("select pg_notify(:channel, :message)"), {"channel": CHANNEL, "message": message}
+            )
+
+    def _live(self) -> None:
+        """Give signs of life."""
+        while not self._stopped.wait(SIGN_S):
+            with contextlib.suppress(CatalogError), self._database.write() as session:
+                self._note_alive(session)
+
+    def _listen(self) -> None:
+        """Hear of news."""
+        while not self._stopped.is_set():
+            if not self._tells:
+                self._stopped.wait(_POLL_S)
+                self._news()
+                continue
+            try:
+                self._hear()
+            except Exception as error:  # of the driver: whatever it is, it is tried again
+                _log.warning("the catalog tells no news for now: %s", error)
+                self._stopped.wait(1.0)
+                self._news()
+
+    def _hear(self) -> None:
+        with self._database.listening(CHANNEL) as notifies:
+            while not self._stopped.is_set():
+                for message in notifies(1.0):
+                    if message:
+                        self._heard(message)
+                    else:
+                        self._news()
+                self._news()
+
+    def close(self) -> None:
+        """As `Order.close`."""
+        self._stopped.set()
+        with contextlib.suppress(StoreError), self._database.write() as session:
+            session.execute(delete(ServiceProcessRow).where(ServiceProcessRow.id == self.process))
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+        self._database.close()
+
+
+def _batch_of(row: Any) -> _Batch:
+    return _Batch(row.position, row.lane, row.seq, row.events, row.process)
