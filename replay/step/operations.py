@@ -42,7 +42,7 @@ def replay_operations(
     base = _base(opened.config)
     here = promise(opened.environment, base.environment())
     say(here)
-    model = next(m for m in fold_operations(log).models.values() if m.run == history.run)
+    model = next(m for m in fold_operations(log).operations.models.values() if m.run == history.run)
     assert step.planned.operations is not None
     number = int(step.planned.operations[-1]["number"])
     again = _Again(log, base, model, here)

@@ -68,7 +68,7 @@ class Process:
 
 
 def of(operations: Any) -> list[tuple[str, str, bool]]:
-    """The requests of a fold."""
+    """The requests of a fold, in the order in which they count."""
     by_request = operations.by_request.items()
     return [(name, o.accepted.body_digest, o.ended is not None) for name, o in by_request]
 
@@ -129,7 +129,7 @@ def test_a_request_is_accepted_once(stage: Stage) -> None:
     with pytest.raises(RequestError, match="came before, with another body"):
         first.accept(1, "e")
     assert [name for name, _, _ in first.fold()] == [request_id_of(MODEL, n) for n in (0, 1)]
-    assert of(fold_operations(stage.log)) == first.fold()
+    assert of(fold_operations(stage.log).operations) == first.fold()
 
 
 def test_an_end_counts_once(stage: Stage) -> None:
@@ -155,7 +155,7 @@ def test_all_see_the_same_whoever_writes(stage: Stage) -> None:
         ended = [[*pool.map(lambda p, n=number: p.end(n), processes)] for number in range(1, 13)]
     assert [ends.count(True) for ends in ended] == [1] * 12
     folds = [process.fold() for process in processes]
-    assert folds[0] == folds[1] == folds[2] == of(fold_operations(stage.log))
+    assert folds[0] == folds[1] == folds[2] == of(fold_operations(stage.log).operations)
     assert len(folds[0]) == 13
     events = [*stage.log.events()]
     assert sum(isinstance(e.record, OperationAccepted) for e in events) == 13
@@ -176,7 +176,7 @@ def test_one_that_comes_later_has_what_was_before(stage: Stage) -> None:
     assert later.fold() == first.fold()
     later.accept(5)
     first.accept(6)
-    assert later.fold() == first.fold() == of(fold_operations(stage.log))
+    assert later.fold() == first.fold() == of(fold_operations(stage.log).operations)
 
 
 class Stalled:
@@ -217,7 +217,7 @@ def test_others_wait_for_what_comes_before_theirs(stage: Stage) -> None:
             second.result(0.5)
         stalled.word.set()
         assert (first.result(10), second.result(10)) == (True, False)
-    assert other.fold() == of(fold_operations(stage.log))
+    assert other.fold() == of(fold_operations(stage.log).operations)
 
 
 @several
@@ -233,7 +233,7 @@ def test_what_could_not_be_appended_leaves_its_position_empty(stage: Stage) -> N
     stalled.fails = False
     assert not full.accept(1)
     assert full.accept(2)
-    assert other.fold() == full.fold() == of(fold_operations(stage.log))
+    assert other.fold() == full.fold() == of(fold_operations(stage.log).operations)
 
 
 @several
@@ -256,7 +256,7 @@ def test_a_process_that_ends_in_between_stops_nobody(stage: Stage, appended: boo
     assert other.accept(1, "dying") is not appended
     assert other.accept(2)
     assert [name for name, _, _ in other.fold()] == [request_id_of(MODEL, n) for n in (0, 1, 2)]
-    assert other.fold() == of(fold_operations(stage.log))
+    assert other.fold() == of(fold_operations(stage.log).operations)
     stalled.fails = True
     stalled.word.set()
     asking.join(10)
@@ -278,7 +278,7 @@ def test_its_lane_goes_on_with_another_process(stage: Stage) -> None:
     dying.die()
     again = stage.process("service-9")
     assert again.accept(1, "again")
-    assert stage.processes[0].fold() == again.fold() == of(fold_operations(stage.log))
+    assert stage.processes[0].fold() == again.fold() == of(fold_operations(stage.log).operations)
     stalled.fails = True
     stalled.word.set()
     asking.join(10)
@@ -299,7 +299,11 @@ def test_a_process_alone_goes_on_behind_several(tmp_path: Path) -> None:
         for process in stage.processes:
             process.journal.close()
             process.writer.close()
-    assert counts[-1] == of(fold_operations(log)) == [(request_id_of(MODEL, n), "d", True) for n in range(8)]
+    assert (
+        counts[-1]
+        == of(fold_operations(log).operations)
+        == [(request_id_of(MODEL, n), "d", True) for n in range(8)]
+    )
 
 
 @several
@@ -332,7 +336,7 @@ def test_a_catalog_out_of_reach_loses_nothing(stage: Stage, monkeypatch: pytest.
     assert ended.result(10)
     assert process.accept(2)
     assert process.fold()[1:] == [(request_id_of(MODEL, 1), "d", True), (request_id_of(MODEL, 2), "d", False)]
-    assert process.fold() == of(fold_operations(stage.log))
+    assert process.fold() == of(fold_operations(stage.log).operations)
 
 
 class _Away:

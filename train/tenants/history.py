@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
@@ -32,29 +32,55 @@ KINDS = frozenset(
 )
 
 
-def fold_operations(log: Store, cut: Cut | None = None) -> Operations:
-    """What clients asked in the cut (default: head)."""
-    operations = Operations()
-    for event in events_of_clients(log, cut):
-        operations.add(event.record, (event.lane, event.seq), event.time_us)
-    return operations
+@dataclass(slots=True)
+class Folded:
+    """What clients asked in a cut.
+
+    Attributes:
+        positions: of each lane, the last one that was noted in it.
+    """
+
+    operations: Operations = field(default_factory=Operations)
+    cut: dict[str, int] = field(default_factory=dict)
+    positions: dict[str, int] = field(default_factory=dict)
+
+    def add(self, event: Event) -> None:
+        """Fold the next event of a lane."""
+        if isinstance(event.record, LaneOrdered):
+            self.positions[event.lane] = event.record.position
+        self.operations.add(event.record, (event.lane, event.seq), event.time_us)
+        self.cut[event.lane] = event.seq + 1
 
 
-def events_of_clients(log: Store, cut: Cut | None = None) -> Iterator[Event]:
-    """The events about clients in the cut (default: head), in the order in which they count."""
-    lanes = sorted((log.head() if cut is None else cut).items())
-    for _, event in heapq.merge(*(_placed(log, lane, end) for lane, end in lanes), key=itemgetter(0)):
+def fold_operations(log: Store, cut: Cut | None = None, start: Folded | None = None) -> Folded:
+    """What clients asked in the cut (default: head).
+
+    Args:
+        start: of a cut before it, which becomes that of this one.
+    """
+    folded, end = start or Folded(), log.head() if cut is None else cut
+    for event in events_of_clients(log, end, folded):
+        folded.add(event)
+    folded.cut = {**end}
+    return folded
+
+
+def events_of_clients(log: Store, cut: Cut | None = None, start: Folded | None = None) -> Iterator[Event]:
+    """The events about clients in the cut (default: head) and not in `start`, in the order in which they
+    count, and those that note their positions."""
+    begin, end = start or Folded(), sorted((log.head() if cut is None else cut).items())
+    lanes = [_placed(log, lane, stop, begin) for lane, stop in end]
+    for _, event in heapq.merge(*lanes, key=itemgetter(0)):
         yield event
 
 
-def _placed(log: Store, lane: str, end: int) -> Iterator[tuple[int, Event]]:
+def _placed(log: Store, lane: str, stop: int, begin: Folded) -> Iterator[tuple[int, Event]]:
     """(position, event) of a lane, in order; 0 where no position was noted before."""
-    position = 0
-    for event in log.events_of(KINDS | {LaneOrdered.KIND}, {lane: end}):
+    position, start = begin.positions.get(lane, 0), begin.cut.get(lane, 0)
+    for event in log.events_of(KINDS | {LaneOrdered.KIND}, {lane: stop}, {lane: start}):
         if isinstance(event.record, LaneOrdered):
             position = event.record.position
-        else:
-            yield position, event
+        yield position, event
 
 
 def last_position(log: Store, cut: Cut) -> int:
@@ -63,11 +89,29 @@ def last_position(log: Store, cut: Cut) -> int:
     return max((record.position for record in noted if isinstance(record, LaneOrdered)), default=0)
 
 
-def record_at(log: Store, place: Place) -> Any:
-    """The record at a place of the log."""
+def event_at(log: Store, place: Place) -> Event:
+    """The event at a place of the log."""
     lane, seq = place
     (event,) = log.events({lane: seq + 1}, {lane: seq})
-    return event.record
+    return event
+
+
+def record_at(log: Store, place: Place) -> Any:
+    """The record at a place of the log."""
+    return event_at(log, place).record
+
+
+def older_request(log: Store, request_id: str) -> Operation | None:
+    """A request that came and ended long ago, by the log alone; None: it never came. It reads all of it."""
+    known: Operation | None = None
+    for event in log.events_of([OperationAccepted.KIND, OperationEnded.KIND]):
+        record, place = event.record, (event.lane, event.seq)
+        if isinstance(record, OperationAccepted) and record.request_id == request_id:
+            known = Operation(record, place)
+        elif isinstance(record, OperationEnded) and record.request_id == request_id:
+            assert known is not None
+            known.end(record, place)
+    return known
 
 
 def whole(log: Store, operation: Operation) -> OperationAccepted:

@@ -6,7 +6,7 @@ Of an operation that ended neither its body nor its result is kept: the fold say
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -31,6 +31,8 @@ MOST_PENDING_BYTES = 256 << 20
 """Bytes of what was sent with them, as events have it."""
 MOST_SAMPLING = 4096
 """Sequences that are sampled at once, or wait, for the samplers of a session."""
+MOST_SAMPLED = 1 << 16
+"""Requests to sample that ended and are known without the log; of more, the newest."""
 MOST_SHOWN = 200
 """Characters of a name that nothing has, in the error that says so."""
 POLICY = "actor"
@@ -61,17 +63,29 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Operation:
-    """An operation, and how it ended, if it did: then without its body, and without the result."""
+    """An operation, and how it ended, if it did: then without its body, and without the result.
+
+    Attributes:
+        delivered: whether it was noted that the client was sent what was sampled.
+    """
 
     accepted: OperationAccepted
     accepted_at: Place
     ended: OperationEnded | None = None
     ended_at: Place = ("", -1)
+    delivered: bool = field(default=False, compare=False)
 
     def end(self, ended: OperationEnded, place: Place) -> None:
         """Note how it ended."""
         self.accepted = replace(self.accepted, body={})
         self.ended, self.ended_at = replace(ended, result=None), place
+
+    def forget(self, sampler_id: str) -> None:
+        """Keep of a request to sample what its repetitions are answered with, and where it is."""
+        assert self.ended is not None
+        sequences = {"sequence_ids": self.accepted.resolved["sequence_ids"]}
+        self.accepted = replace(self.accepted, model_id=sampler_id, resolved=sequences)
+        self.ended = replace(self.ended, model_id=sampler_id, digests={})
 
     @property
     def succeeded(self) -> bool:
@@ -177,6 +191,8 @@ class Operations:
         origins: what was sampled.
         copies: paths of copies that name what repetitions of their requests have in common.
         gone: by checkpoint, the operation that wrote weights which are not there any more.
+        sampled: requests to sample that ended, in this order.
+        older: by sampler, the highest number of those that are known to the log alone.
         freed: checkpoints whose files are removed, or about to be.
     """
 
@@ -194,6 +210,8 @@ class Operations:
     copies: dict[tuple[str | None, str], str] = field(default_factory=dict)
     gone: dict[str, tuple[str, int]] = field(default_factory=dict)
     freed: set[str] = field(default_factory=set)
+    sampled: deque[str] = field(default_factory=deque)
+    older: dict[str, int] = field(default_factory=dict)
 
     @property
     def over(self) -> Set[str]:
@@ -290,10 +308,21 @@ class Operations:
         accepted = operation.accepted
         session_id, sequences = session_of(accepted.model_id), accepted.resolved["sequence_ids"]
         self.sequences[session_id] -= len(sequences)
+        sampler = self.samplers[accepted.model_id]
         if operation.succeeded:
-            owner, version = self.sessions[session_id].by, self.samplers[accepted.model_id].policy_version
+            owner = self.sessions[session_id].by
             for sequence_id, key in zip(sequences, ended.digests["sequences"], strict=True):
-                self.origins.add(owner, sequence_id, key, version)
+                self.origins.add(owner, sequence_id, key, sampler.policy_version)
+        operation.forget(sampler.sampler_id)
+        self.sampled.append(accepted.request_id)
+        if len(self.sampled) > MOST_SAMPLED:
+            oldest = self.by_request.pop(self.sampled.popleft()).accepted
+            self.older[oldest.model_id] = max(oldest.number, self.older.get(oldest.model_id, -1))
+
+    def is_older(self, model_id: str, number: int) -> bool:
+        """Whether a sampler's request of this number may have come without being known here: the log says."""
+        known = request_id_of(model_id, number) in self.by_request
+        return not known and number <= self.older.get(model_id, -1)
 
     def _model(self, model_id: str) -> ModelOperations:
         if (model := self.models.get(model_id)) is None:
@@ -362,10 +391,8 @@ class Operations:
             RequestError: 422, another came with its number; 429, too many wait.
         """
         if (earlier := self.by_request.get(wanted.request_id)) is not None:
-            if earlier.accepted.body_digest == wanted.body_digest:
-                return True
-            text = f"operation {wanted.number} of {wanted.model_id} came before, with another body"
-            raise RequestError(422, "other_body", f"{text}: give it a number of its own")
+            check_same(earlier, wanted)
+            return True
         if wanted.operation == SAMPLE:
             self._check_sampling(wanted, coming)
         elif (model := self.models.get(wanted.model_id)) is not None and wanted.number != model.done:
@@ -384,6 +411,17 @@ class Operations:
         if count and count + len(wanted.resolved["sequence_ids"]) > MOST_SAMPLING:
             text = f"{count} sequences of session {session_id} are sampled or wait: try again"
             raise RequestError(429, "too_many_pending", text)
+
+
+def check_same(earlier: Operation, wanted: OperationAccepted) -> None:
+    """Check that an operation with the number of an earlier one is its repetition.
+
+    Raises:
+        RequestError: 422, it is another.
+    """
+    if earlier.accepted.body_digest != wanted.body_digest:
+        text = f"operation {wanted.number} of {wanted.model_id} came before, with another body"
+        raise RequestError(422, "other_body", f"{text}: give it a number of its own")
 
 
 def size_of(accepted: OperationAccepted) -> int:

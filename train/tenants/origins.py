@@ -58,6 +58,16 @@ class Origins:
             (other, _), oldest = self._by_tokens.popitem(last=False)
             self._by_id.pop((other, oldest.sequence_id), None)
 
+    def rows(self) -> list[tuple[str | None, str, str, int, bool]]:
+        """(owner, key, sequence, version, whether it was rewarded) of each, in order."""
+        known = self._by_tokens.items()
+        return [(owner, key, o.sequence_id, o.version, o.rewarded) for (owner, key), o in known]
+
+    def restore(self, owner: str | None, key: str, sequence_id: str, version: int, rewarded: bool) -> None:
+        """Note a sequence that was noted before, with one of these rows."""
+        self.add(owner, sequence_id, key, version)
+        self._by_id[owner, sequence_id].rewarded = rewarded
+
     def reward(self, owner: str | None, sequence_ids: Sequence[str]) -> None:
         """Note that an operation carried advantages for sequences."""
         for sequence_id in sequence_ids:

@@ -19,13 +19,16 @@ from rollbook.store.errors import CatalogError, RequestError, RollbookError, Wri
 from rollbook.store.events import Json, OperationAccepted, OperationEnded, WeightsFreed
 from rollbook.store.ids import now_us
 from rollbook.store.log.writer import LaneWriter
-from rollbook.train.tenants.history import fold_operations, record_at
-from rollbook.train.tenants.operations import Saved, not_there, run_of, saved_at
+from rollbook.train.tenants.history import fold_operations, older_request, record_at
+from rollbook.train.tenants.operations import Operation, Saved, not_there, run_of, saved_at
+from rollbook.train.tenants.snapshot import read_snapshot, write_snapshot
 
 HELD_S = 25.0
 """A question for a result is held so long: clients give up after 45 s."""
 AGAIN_S = 1.0
 """Between two tries to write to a log that has no room, or is broken for a while."""
+SNAPSHOT_EVENTS, SNAPSHOT_LEAST = 200_000, 1000
+"""Events after which the fold is written as a snapshot; and at the end, if there were so many."""
 MOST_RECENT = 1024
 """Results that are kept in memory; older ones are read from the log."""
 _log = logging.getLogger(__name__)
@@ -82,11 +85,14 @@ class Journal:
         self._watching: list[Callable[[], None]] = []
         self._hearing: list[Callable[[str], None]] = []
         self._looking = False
-        self.operations = fold_operations(log, self.order.begin(self._come, self._hear))
+        cut = self.order.begin(self._come, self._hear)
+        self._folded = fold_operations(log, cut, read_snapshot(log))
+        self.operations, self._since = self._folded.operations, 0
         for operation in self.operations.waiting():
             self.metrics.accepted(operation.accepted)
         self._recent = OrderedDict[str, OperationEnded]()
         self._waiting: dict[str, asyncio.Event] = {}
+        self._reading = asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -104,6 +110,8 @@ class Journal:
         """End behind what is to be written, and leave the rest to other processes."""
         self._entries.put(None)
         self._thread.join()
+        if self._since >= SNAPSHOT_LEAST:
+            self._write_snapshot()
         self.order.close()
 
     def watch(self, watching: Callable[[], None]) -> None:
@@ -269,7 +277,7 @@ class Journal:
                 self.order.done(None)
                 raise
             self.order.done(first)
-            lane, numbered = self._writer.lane, enumerate(events, first + len(heading))
+            lane, numbered = self._writer.lane, enumerate([*heading, *events], first)
             self._fold(replace(event, lane=lane, seq=seq) for seq, event in numbered)
         return admitted
 
@@ -280,11 +288,22 @@ class Journal:
                 self.metrics.accepted(record)
             elif isinstance(record, OperationEnded):
                 self.metrics.ended(self.operations.by_request[record.request_id].accepted, record)
-            self.operations.add(record, (event.lane, event.seq), event.time_us)
+            self._folded.add(event)
+            self._since += 1
             if isinstance(record, OperationEnded):
                 self._keep(record)
         for watching in self._watching:
             watching()
+        if self._since >= SNAPSHOT_EVENTS:
+            self._write_snapshot()
+
+    def _write_snapshot(self) -> None:
+        """Write the fold, from which the next start goes on; it may fail, for it is in the log."""
+        self._since = 0
+        try:
+            write_snapshot(self.log, self._folded)
+        except (RollbookError, OSError) as error:
+            _log.warning("the next start folds more of the log: %s", error)
 
     def _keep(self, ended: OperationEnded) -> None:
         """Keep a result for those who wait for it, and tell them."""
@@ -316,11 +335,32 @@ class Journal:
 
     # Reading ----------------------------------------------------------------------------------------
 
+    async def request(self, request_id: str, caller: str | None) -> Operation:
+        """An operation of a caller's own; one that ended long ago is looked for in the log.
+
+        Raises:
+            RequestError: 404, there is none.
+        """
+        operations, sampler_id = self.operations, request_id.rpartition(":")[0]
+        if sampler_id in operations.older:
+            operations.sampler(sampler_id, caller)
+            if (older := await self.older(request_id)) is not None:
+                return older
+        return operations.request(request_id, caller)
+
+    async def older(self, request_id: str) -> Operation | None:
+        """A request to sample that ended so long ago that the log alone knows it; None: it is none such."""
+        model_id, _, number = request_id.rpartition(":")
+        if not number.isdecimal() or not self.operations.is_older(model_id, int(number)):
+            return None
+        async with self._reading:
+            return await asyncio.to_thread(older_request, self.log, request_id)
+
     async def result(
         self, request_id: str, caller: str | None, wait_s: float = HELD_S
     ) -> OperationEnded | None:
         """How an operation ended; None where it did not in time."""
-        operation = self.operations.request(request_id, caller)
+        operation = await self.request(request_id, caller)
         if operation.ended is None:
             waiting = self._waiting.setdefault(request_id, asyncio.Event())
             if operation.ended is None:

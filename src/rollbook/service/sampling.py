@@ -47,6 +47,7 @@ from rollbook.train.tenants.operations import (
     SAMPLE,
     Operation,
     Saved,
+    check_same,
     request_id_of,
     run_of,
     sampler_id_of,
@@ -138,7 +139,6 @@ class Sampler:
         self._adopting: asyncio.Task[None] | None = None
         self._cancelled: set[str] = set()
         self._aborting: set[asyncio.Future[None]] = set()
-        self._delivered: set[str] = set()
 
     async def start(self) -> None:
         """Begin, with what waited when the log was opened."""
@@ -218,6 +218,9 @@ class Sampler:
         digest = digest_of(sent.model_dump(mode="json"))
         known = request_id, sampler.sampler_id, sent.seq_id, SAMPLE, body, digest
         accepted, run = OperationAccepted(*known, settings), _run_of(sampler)
+        if (older := await self._journal.older(request_id)) is not None:
+            check_same(older, accepted)
+            return {"request_id": request_id, "sample_sequence_ids": older.accepted.resolved["sequence_ids"]}
         before = list[Event]()
         if not self._journal.operations.repeated(accepted):  # which refuses before there is more to do
             turns = trajectories.opened(accepted, sampler, samplings_of(settings), caller)
@@ -260,7 +263,7 @@ class Sampler:
 
     async def cancel(self, request_id: str, caller: str | None) -> None:
         """End a request of which nobody wants the sequences any more; one that ended stays as it is."""
-        operation = self._journal.operations.request(request_id, caller)
+        operation = await self._journal.request(request_id, caller)
         if operation.ended is None and operation.accepted.operation == SAMPLE:
             await asyncio.to_thread(self._journal.order.tell, f"{CANCEL}{request_id}")
 
@@ -277,8 +280,8 @@ class Sampler:
     async def delivered(self, operation: Operation) -> None:
         """Note that a client was sent what was sampled; once."""
         accepted = operation.accepted
-        if accepted.request_id not in self._delivered and operation.succeeded:
-            self._delivered.add(accepted.request_id)
+        if operation.succeeded and not operation.delivered:
+            operation.delivered = True
             run = _run_of(self._journal.operations.samplers[accepted.model_id])
             await self._journal.write([Event(r, run=run) for r in trajectories.delivered(accepted)])
 

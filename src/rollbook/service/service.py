@@ -312,8 +312,8 @@ class TrainingService:
 
     async def answered(self, request_id: str) -> None:
         """Note that a client was sent a result."""
-        operation = self._operations.by_request[request_id]
-        if operation.accepted.operation == SAMPLE:
+        operation = self._operations.by_request.get(request_id)
+        if operation is not None and operation.accepted.operation == SAMPLE:
             await self.sampler.delivered(operation)
 
     async def _ordered(
