@@ -80,8 +80,9 @@ class ClientModel:
     def __init__(self, base: TrainablePolicy, how: Build, lora: LoraConfig, seed: int) -> None:
         self.shape: ModelShape = base.shape
         self.lora, self._dtype = lora, how.dtype
-        self._policy = TrainablePolicy(base.shape, OptimizerConfig(), replace(how, lora=lora))
-        self._policy.share_weights(base)
+        self._policy = TrainablePolicy(
+            base.shape, OptimizerConfig(), replace(how, lora=lora), base.own_weights()
+        )
         self._policy.load_adapter(fresh_factors(base.shape, lora, seed))
         self._gradients: Tensors = {}
 
