@@ -15,7 +15,7 @@ from rollbook.engines.weights.log import WeightLog
 from rollbook.service.app import build_service_app
 from rollbook.service.config import ServiceConfig
 from rollbook.service.journal import Journal
-from rollbook.service.sampling import RUN, Sampler
+from rollbook.service.sampling import RUN, HeldWhole, Sampler
 from rollbook.service.service import TrainingService
 from rollbook.service.stop_texts import Texts
 from rollbook.store import Event, Store
@@ -61,7 +61,7 @@ def serve_service(
         writer.append([Event(opened, run=RUN)]).result()
         journal = Journal(log, writer)
         sampler = _sampler(config, journal, base, engine_keys)
-        service = TrainingService(journal, base, sampler, config.models)
+        service = TrainingService(journal, base, sampler, config.models, config.full)
         serve_alone(lambda mine: build_service_app(service, keys, mine), host, port, announce)
 
 
@@ -70,20 +70,26 @@ def _sampler(config: ServiceConfig, journal: Journal, base: Base, keys: EngineKe
     wanted = config.sampler
     if wanted.engine == "none":
         return None
-    engine: ServesAdapters
-    if wanted.engine == "sglang":
-        if not wanted.url:
-            raise ConfigError("sampler.engine = sglang needs sampler.url, such as http://127.0.0.1:30000")
-        engine = sglang_engine(wanted.url, journal, base.folder, wanted.adapters, keys)
-    else:
-        engine = EmbeddedEngine(
+
+    def embedded() -> EmbeddedEngine:
+        return EmbeddedEngine(
             base.folder,
             device=base.how.device.type,
             batch_tokens=wanted.batch_tokens,
             cache_blocks=wanted.cache_blocks,
             adapters=True,
         )
-    return Sampler(journal, engine, base.name, base.digest, Texts.of(base.folder), wanted.adapters)
+
+    engine: ServesAdapters
+    whole: HeldWhole | None = None
+    if wanted.engine == "sglang":
+        if not wanted.url:
+            raise ConfigError("sampler.engine = sglang needs sampler.url, such as http://127.0.0.1:30000")
+        engine = sglang_engine(wanted.url, journal, base.folder, wanted.adapters, keys)
+    else:
+        engine = embedded()
+        whole = HeldWhole(embedded, journal) if config.full else None
+    return Sampler(journal, engine, base.name, base.digest, Texts.of(base.folder), wanted.adapters, whole)
 
 
 def sglang_engine(
