@@ -100,7 +100,7 @@ class _Again:
         steps = [operation for operation in to_run if _is_done(operation, STEP)]
         model, reran = started(self._base, self._log.path, self._model, start), list[int]()
         # Passes of the first step that the state holds already: its digest says that they are as recorded.
-        before = () if start is None else self._passes_before(start.accepted.number)
+        before = () if start is None else self._passes_before(start.accepted.number + 1)
         passes = [*map(passed, before)]
         from_version = _step_of(history, steps[0]).planned.policy_version
         ran(0, len(steps))
