@@ -19,7 +19,16 @@ from rollbook.train.tenants.bodies import sent_body
 from rollbook.train.tenants.effects import Effect, effect_of, start_before, started
 from rollbook.train.tenants.history import fold_operations, whole
 from rollbook.train.tenants.model import ClientModel
-from rollbook.train.tenants.operations import CREATE, LOAD, PASS, STEP, ModelOperations, Operation
+from rollbook.train.tenants.operations import (
+    CREATE,
+    LOAD,
+    OPTIMIZER,
+    PASS,
+    STEP,
+    ModelOperations,
+    Operation,
+    trained_digest,
+)
 from rollbook.train.tenants.steps import Passed, metrics_of, passed, stages_of
 
 
@@ -91,7 +100,7 @@ class _Again:
         steps = [operation for operation in to_run if _is_done(operation, STEP)]
         model, reran = started(self._base, self._log.path, self._model, start), list[int]()
         # Passes of the first step that the state holds already: its digest says that they are as recorded.
-        before = () if start is None else self._passes_before(start.accepted.number)
+        before = () if start is None else self._passes_before(start.accepted.number + 1)
         passes = [*map(passed, before)]
         from_version = _step_of(history, steps[0]).planned.policy_version
         ran(0, len(steps))
@@ -138,7 +147,7 @@ class _Again:
         passes: Sequence[Passed],
         from_version: int,
     ) -> StepReplay:
-        before = model.digests("adapter", "optimizer")
+        before = model.digests(model.trained, OPTIMIZER)
         effect = effect_of(model, operation.accepted, self._log.path)
         plan = step.planned
         computed = metrics_of(plan, passes, effect.metrics)
@@ -161,7 +170,7 @@ class _Again:
         self, step: CommittedStep, before: Json, passes: Sequence[Passed], effect: Effect
     ) -> dict[str, StageReplay]:
         recorded = step.planned.input_digests | step.committed.digests
-        replayed = {"input_weights": before["adapter"], "input_optimizer": before["optimizer"]}
+        replayed = {"input_weights": trained_digest(before), "input_optimizer": before[OPTIMIZER]}
         replayed |= stages_of(passes, effect.digests)
         return {
             stage: StageReplay(

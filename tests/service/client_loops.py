@@ -11,6 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import tinker
 from tinker import types
+from tinker.lib.api_future_impl import _APIFuture
+from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
+from tinker.lib.internal_client_holder import InternalClientHolder
+from tinker.lib.public_interfaces.training_client import fetch_training_info
 
 WORDS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 21, 22, 23, 24, 25, 26, 27], [30, 31]]
 
@@ -42,8 +46,32 @@ def steps(training: tinker.TrainingClient, count: int, loss: str = "cross_entrop
 def made(
     service: tinker.ServiceClient, base: str, rank: int = 4, seed: int = 7, **which: bool
 ) -> tinker.TrainingClient:
-    """A model of its own."""
+    """A model of its own; of rank 0, a whole one."""
+    if not rank:
+        return whole(service.holder, base)
     return service.create_lora_training_client(base_model=base, rank=rank, seed=seed, **which).result()
+
+
+def whole(holder: InternalClientHolder, base: str) -> tinker.TrainingClient:
+    """A model without factors: the client's request has room for it, though none of its methods sends it."""
+    named = {"session_id": holder.get_session_id(), "model_seq_id": holder.get_training_client_id()}
+
+    async def create() -> tinker.TrainingClient:
+        request = types.CreateModelRequest(base_model=base, **named)
+        with holder.aclient(ClientConnectionPoolType.TRAIN) as client:
+            sent = await client.models.create(request=request)
+        future = _APIFuture(
+            types.CreateModelResponse,
+            holder,
+            sent,
+            request_start_time=time.time(),
+            request_type="CreateModel",
+        )
+        model_id = (await future.result_async()).model_id
+        info = await fetch_training_info(holder, model_id)
+        return tinker.TrainingClient(holder, named["model_seq_id"], model_id, info=info)
+
+    return holder.run_coroutine_threadsafe(create()).result()
 
 
 def train(
@@ -56,15 +84,15 @@ def train(
     return {"losses": losses, "logprobs": [output["logprobs"].tolist() for output in outputs]}
 
 
-def resume(service: tinker.ServiceClient, base: str) -> object:
+def resume(service: tinker.ServiceClient, base: str, **lora: object) -> object:
     """Losses without an end in between, after a load with the optimizer, and after one without."""
-    training = made(service, base)
+    training = made(service, base, **lora)
     steps(training, 2)
     path = training.save_state("half").result().path
     whole = steps(training, 2)
     warm = service.create_training_client_from_state_with_optimizer(path).result()
     cold = service.create_training_client_from_state(path).result()
-    into = made(service, base, seed=8)
+    into = made(service, base, **{"seed": 8} | lora)
     steps(into, 1)
     into.load_state_with_optimizer(path).result()
     came = {"warm": steps(warm, 2), "cold": steps(cold, 2), "into": steps(into, 2)}
@@ -184,9 +212,9 @@ def rewarded(one: dict[str, object], advantage: float) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(words[:-1]), loss_fn_inputs=inputs)
 
 
-def everything(service: tinker.ServiceClient, base: str, count: int) -> object:
+def everything(service: tinker.ServiceClient, base: str, count: int, **lora: object) -> object:
     """Reinforcement learning whose model is saved, and loaded with its optimizer, every third step."""
-    training, losses, groups = made(service, base), [], []
+    training, losses, groups = made(service, base, **lora), [], []
     for at in range(count):
         group = sampled(training.save_weights_and_get_sampling_client(), 4, seed=100 * at)
         groups.append([[one["tokens"], one["logprobs"], one["reason"]] for one in group])

@@ -17,7 +17,13 @@ pytestmark = pytest.mark.torch
 
 
 def _state(number: float) -> State:
-    return State({"a": torch.full((2, 3), number)}, {"a.exp_avg": torch.full((6,), -number)}, {})
+    return State(
+        {
+            "adapter": {"a": torch.full((2, 3), number)},
+            "optimizer": {"a.exp_avg": torch.full((6,), -number)},
+            "gradients": {},
+        }
+    )
 
 
 def test_the_oldest_go_to_the_disk_and_come_back(tmp_path: Path) -> None:
@@ -43,7 +49,7 @@ def test_what_is_not_whole_is_made_again(tmp_path: Path) -> None:
     other = _state(7)
     from safetensors.torch import save_file
 
-    save_file(other.adapter, tmp_path / "idle" / "run-1" / "adapter.safetensors")
+    save_file(other.parts["adapter"], tmp_path / "idle" / "run-1" / "adapter.safetensors")
     assert idle.take("run-0") is None
     assert idle.take("run-1") is None
     assert IdleStates(tmp_path / "idle", 1).take("run-2") is None

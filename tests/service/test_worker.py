@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.fakes.stories import fabric
 
 from rollbook import store as rb
+from rollbook.service import worker as module
 from rollbook.service.journal import Journal
 from rollbook.service.worker import Worker
 from rollbook.store import Event
 from rollbook.store.errors import WriteFailedError
 from rollbook.store.events import OperationAccepted, OperationEnded, SessionOpened
 from rollbook.store.log.writer import LaneWriter
+from rollbook.train.tenants.base import load_base
 from rollbook.train.tenants.model import ClientModel
 from rollbook.train.tenants.operations import request_id_of
 
@@ -71,3 +75,42 @@ def test_an_end_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(ended, OperationEnded)
     assert ended.error == {"category": "user", "error": "no such key"}
     assert (model.done, model.next) == (2, None)
+
+
+def test_whole_models_are_in_memory_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before one is made or comes back, the weights of the one before it are gone; an adapter stays."""
+    log, names = rb.open(tmp_path, create=True), [f"s1:train:{at}" for at in range(3)]
+    journal = Journal(log, cast(LaneWriter, FullDisk(0)))
+    journal.operations.add(SessionOpened("s1", None, {}))
+    lora = {"rank": 1, "targets": ["q_proj"]}
+    for name, adapts in zip(names, (None, None, lora), strict=True):
+        for number, what in enumerate(("create_model", "save_weights")):
+            settings = {"lora": adapts, "seed": 0, "kind": "weights", "name": "a", "overwrite": False}
+            accepted = OperationAccepted(request_id_of(name, number), name, number, what, {}, "d", settings)
+            journal.metrics.accepted(accepted)
+            journal.operations.add(accepted)
+    base = load_base("tiny", fabric.model_folder(), device="cpu", dtype="float32", threads=1, recompute=False)
+    worker, made = Worker(journal, base, 4, 1), list[weakref.ref[Any]]()
+    alive = list[int]()
+
+    def noted(*what: Any) -> ClientModel:
+        alive.append(sum(model() is not None for model in made))
+        here = module_made(*what)
+        if here.lora is None:
+            made.append(weakref.ref(here._policy._parts.module.embedding.word_embeddings.weight))
+        return here
+
+    module_made = module.made
+    monkeypatch.setattr(module, "made", noted)
+    models = [journal.operations.models[name] for name in names]
+    digests = []
+    for model in (models[0], models[2], models[1], models[2], models[0], models[1]):
+        assert model.next is not None
+        worker._do(model, model.next)
+        ended = model.operations[model.done - 1].ended
+        assert ended is not None
+        assert ended.error is None
+        digests.append(ended.digests)
+    assert alive == [0, 1, 0, 0, 0]
+    assert [*worker._models] == [names[2], names[1]]
+    assert digests[4] == digests[0] == digests[2] == digests[5]

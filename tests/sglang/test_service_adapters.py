@@ -41,7 +41,7 @@ from rollbook.train.config.lora import TARGETS, LoraConfig, Target
 from rollbook.train.tenants import tinker_pb2
 from rollbook.train.tenants.base import Base, load_base
 from rollbook.train.tenants.model import ClientModel, State
-from rollbook.train.tenants.states import write_factors
+from rollbook.train.tenants.states import write_trained
 
 MOST = 5
 OPTIONS = (
@@ -98,11 +98,11 @@ class Rig:
         model = ClientModel(self.base.policy, self.base.how, lora, seed)
         generator = torch.Generator().manual_seed(seed)
         factors = {
-            n: torch.randn(t.shape, generator=generator) * 0.05 for n, t in model.state().adapter.items()
+            n: torch.randn(t.shape, generator=generator) * 0.05
+            for n, t in model.state().parts["adapter"].items()
         }
-        model.load(State(factors, {}, {}))
-        what = model.state().adapter, model.probe(), lora, "base"
-        checkpoint = write_factors(self.store, "run", seed, *what)
+        model.load(State({"adapter": factors, "optimizer": {}, "gradients": {}}))
+        checkpoint = write_trained(self.store, "run", seed, model, self.base)
         saved = Saved(checkpoint, self.store / checkpoint, digest_tensors(factors), model)
         self.saved[name] = saved
         return saved

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,12 +154,23 @@ def set_deterministic(threads: int) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def build(shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> MegatronParts:
-    """Build this rank's part of a model as megatron's GPTModel, with megatron's DDP and Adam."""
+def build(
+    shape: ModelShape,
+    optimizer: OptimizerConfig,
+    how: Build,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> MegatronParts:
+    """Build this rank's part of a model as megatron's GPTModel, with megatron's DDP and Adam.
+
+    Args:
+        weights: that it takes over, under Megatron's names, where they are in memory; None: it has its own.
+    """
     set_deterministic(how.threads)
     start_ranks(how.device, how.seed)
     layout = layout_here(shape, sequence=how.sequence)
-    module = build_module(shape, layout, how.type, recompute=how.recompute)
+    module = build_module(shape, layout, how.type, recompute=how.recompute, empty=weights is not None)
+    if weights is not None:
+        _take_over(module, weights)
     adapters: Sequence[Any] = ()
     if how.lora is not None:
         from rollbook.train.model.adapter import adapt
@@ -172,11 +184,28 @@ def build(shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> Megatron
     return parts
 
 
+def _take_over(module: Any, weights: Mapping[str, torch.Tensor]) -> None:
+    """Put weights in the places of a module's parameters, whose marks they get; none is copied."""
+    for name, parameter in [*module.named_parameters()]:
+        owner, _, own = name.rpartition(".")
+        taken = torch.nn.Parameter(weights[name])
+        vars(taken).update(vars(parameter))
+        setattr(module.get_submodule(owner), own, taken)
+
+
 def build_module(
-    shape: ModelShape, layout: RankLayout, dtype: torch.dtype = torch.float32, *, recompute: bool = False
+    shape: ModelShape,
+    layout: RankLayout,
+    dtype: torch.dtype = torch.float32,
+    *,
+    recompute: bool = False,
+    empty: bool = False,
 ) -> Any:
     """Build a rank's part of megatron's GPTModel (local spec); megatron's groups are as `layout`
     says.
+
+    Args:
+        empty: its parameters have shapes alone, and no memory.
 
     Raises:
         ModelError: the model cannot be split so, or its stages are not of one depth.
@@ -191,19 +220,20 @@ def build_module(
     if len(set(layout.stages)) > 1:
         raise ModelError(f"pipeline stages of {list(layout.stages)} layers are not built: take equal ones")
     layers = [layer_of(shape)] * layout.stages[layout.stage]
-    module = GPTModel(
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layers, norm_of(shape)),
-        vocab_size=shape.padded_vocab,
-        max_sequence_length=shape.context,
-        pre_process=layout.first,
-        post_process=layout.last,
-        share_embeddings_and_output_weights=shape.tied and not shape.scores,
-        parallel_output=False,
-        position_embedding_type="rope",
-        rotary_base=int(shape.rope_theta),
-        seq_len_interpolation_factor=None if shape.rope_factor == 1.0 else shape.rope_factor,
-    )
+    with torch.device("meta") if empty else contextlib.nullcontext():
+        module = GPTModel(
+            config=config,
+            transformer_layer_spec=TransformerBlockSubmodules(layers, norm_of(shape)),
+            vocab_size=shape.padded_vocab,
+            max_sequence_length=shape.context,
+            pre_process=layout.first,
+            post_process=layout.last,
+            share_embeddings_and_output_weights=shape.tied and not shape.scores,
+            parallel_output=False,
+            position_embedding_type="rope",
+            rotary_base=int(shape.rope_theta),
+            seq_len_interpolation_factor=None if shape.rope_factor == 1.0 else shape.rope_factor,
+        )
     complete(module, shape, layout)
     if shape.scores and layout.last:
         module.output_layer = ScoreHead(shape.hidden, shape.scores)

@@ -41,11 +41,14 @@ class TrainablePolicy:
         shape: the architecture.
         optimizer: Adam and its schedule; `decay_steps` falls back to the steps of `how`.
         how: it computes.
+        weights: that it takes over, under Megatron's names, where they are in memory; None: it has its own.
     """
 
-    def __init__(self, shape: ModelShape, optimizer: OptimizerConfig, how: Build) -> None:
+    def __init__(
+        self, shape: ModelShape, optimizer: OptimizerConfig, how: Build, weights: Tensors | None = None
+    ) -> None:
         self.shape = shape
-        self._parts: MegatronParts = build(shape, optimizer, how)
+        self._parts: MegatronParts = build(shape, optimizer, how, weights)
         self._routing = Routing(self._parts.module, self._parts.layout, again=how.recompute)
         self._schedule: Any = None  # of a policy that is not trained
         if how.trains:
@@ -86,12 +89,6 @@ class TrainablePolicy:
         if self.lora is None or self._aside:  # others in their place come without factors
             return own
         return merged(own, self.adapter(), self.shape, self.lora)
-
-    def share_weights(self, other: TrainablePolicy) -> None:
-        """Take another policy's base weights for its own, in the same memory; neither may change them."""
-        for name, tensor in other.own_weights().items():
-            self._parts.module.get_parameter(name).data = tensor
-        self._digests.changed("weights")
 
     def load_adapter(self, tensors: Tensors) -> None:
         """Put low-rank factors in place, under PEFT's names.

@@ -27,7 +27,7 @@ from rollbook.train.tenants.operations import (
     PASSES,
     SAVE_FOR_SAMPLER,
     SAVES,
-    SAVES_OF_FACTORS,
+    SAVES_WITHOUT_OPTIMIZER,
     STEP,
     ModelOperations,
     Operation,
@@ -79,9 +79,9 @@ def effect_of(here: ClientModel, accepted: OperationAccepted, store: Path) -> Ef
         return _loaded(here, accepted, store)
     if accepted.operation == SAVE_FOR_SAMPLER:
         named = {"path": saved_path(accepted), "sampling_session_id": accepted.resolved.get("sampler_id")}
-        return Effect({"type": accepted.operation} | named, here.digests("adapter"))
+        return Effect({"type": accepted.operation} | named, here.digests(here.trained))
     if accepted.operation in SAVES:
-        parts = ("adapter",) if accepted.operation in SAVES_OF_FACTORS else ()
+        parts = (here.trained,) if accepted.operation in SAVES_WITHOUT_OPTIMIZER else ()
         return Effect({"type": accepted.operation, "path": saved_path(accepted)}, here.digests(*parts))
     result = {"type": accepted.operation, "model_id": accepted.model_id}
     return Effect(
@@ -107,7 +107,8 @@ def made(base: Base, store: Path, accepted: OperationAccepted) -> ClientModel:
         ReplayError: those weights are not whole any more.
     """
     settings = accepted.resolved
-    lora = LoraConfig.model_validate_json(orjson.dumps(settings["lora"]))
+    adapts = settings["lora"]
+    lora = None if adapts is None else LoraConfig.model_validate_json(orjson.dumps(adapts))
     here = ClientModel(base.policy, base.how, lora, settings["seed"])
     if "checkpoint" in settings:
         state = read_state(store, settings["checkpoint"], settings["digests"])
@@ -118,7 +119,9 @@ def made(base: Base, store: Path, accepted: OperationAccepted) -> ClientModel:
 def state_behind(operation: Operation) -> str | None:
     """Where the whole state behind an operation was written, if it was, and its files are there."""
     ended = operation.ended
-    return None if ended is None or operation.accepted.operation in SAVES_OF_FACTORS else ended.checkpoint
+    return (
+        None if ended is None or operation.accepted.operation in SAVES_WITHOUT_OPTIMIZER else ended.checkpoint
+    )
 
 
 def start_before(model: ModelOperations, number: int) -> tuple[Operation | None, Sequence[Operation]]:

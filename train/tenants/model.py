@@ -1,9 +1,10 @@
-"""A client's model: low-rank factors of its own beside base weights that all models share."""
+"""A client's model: low-rank factors of its own beside base weights that all models share, or, whole, weights
+of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from rollbook.engines.weights.digests import Tensors, digest_tensors
 from rollbook.engines.weights.peft import Probe, probe_ids
-from rollbook.store.errors import RequestError
+from rollbook.store.errors import ModelError, RequestError
 from rollbook.store.events import Json
 from rollbook.train.batches.batch import MicroBatch
 from rollbook.train.config.config import OptimizerConfig
@@ -23,6 +24,7 @@ from rollbook.train.model.model import Build
 from rollbook.train.model.shape import ModelShape
 from rollbook.train.ranks.backend import AdamSettings, TrainablePolicy
 from rollbook.train.tenants.losses import LOSSES, token_losses
+from rollbook.train.tenants.operations import FACTORS, GRADIENTS, OPTIMIZER, WHOLE
 from rollbook.train.tenants.wire import Datum, Pass
 
 PASS_TOKENS = 8192
@@ -39,27 +41,30 @@ class State:
     """Everything that a model is made of between two operations.
 
     Attributes:
-        adapter: the factors, under PEFT's names; optimizer: its moments and step counts; gradients: what
-            passes have added up since the last optimizer step, under Megatron's names.
+        parts: by name: `adapter`, the factors under PEFT's names, or, of a whole model, `weights` under
+            Hugging Face's; `optimizer`: its moments and step counts; `gradients`: what passes have added up
+            since the last optimizer step, under Megatron's names.
     """
 
-    adapter: Tensors
-    optimizer: Tensors
-    gradients: Tensors
+    parts: Mapping[str, Tensors]
 
-    def digests(self, *parts: str) -> Json:
-        """A digest of each of these parts; without any, of all."""
-        names = parts or tuple(part.name for part in fields(State))
-        return {name: digest_tensors(getattr(self, name)) for name in names}
+    @property
+    def whole(self) -> bool:
+        """Whether it is a whole model's."""
+        return WHOLE in self.parts
+
+    def digests(self) -> Json:
+        """The digest of each part."""
+        return {name: digest_tensors(tensors) for name, tensors in self.parts.items()}
 
     def on_host(self) -> State:
         """The same in this host's memory."""
-        parts = (getattr(self, part.name) for part in fields(State))
-        return State(*({name: tensor.cpu() for name, tensor in tensors.items()} for tensors in parts))
+        items = self.parts.items()
+        return State({part: {name: t.cpu() for name, t in tensors.items()} for part, tensors in items})
 
     def weights_alone(self) -> State:
-        """Its factors, as a training begins with them."""
-        return State(self.adapter, {}, {})
+        """Its weights or factors, as a training begins with them."""
+        return State({**self.parts, OPTIMIZER: {}, GRADIENTS: {}})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,39 +78,55 @@ class ClientModel:
     """A model in training. Its methods are called one at a time, and by one thread for all models.
 
     Args:
-        base: holds the weights that all models share.
-        lora: the factors; seed: of their initial values.
+        base: holds the weights that all models share, and of which a whole model has a copy.
+        lora: the factors; None: it is a whole model. seed: of their initial values.
+
+    Attributes:
+        trained: the part of its state that is trained: its factors, or all of its weights.
     """
 
-    def __init__(self, base: TrainablePolicy, how: Build, lora: LoraConfig, seed: int) -> None:
+    def __init__(self, base: TrainablePolicy, how: Build, lora: LoraConfig | None, seed: int) -> None:
         self.shape: ModelShape = base.shape
-        self.lora, self._dtype = lora, how.dtype
-        self._policy = TrainablePolicy(base.shape, OptimizerConfig(), replace(how, lora=lora))
-        self._policy.share_weights(base)
-        self._policy.load_adapter(fresh_factors(base.shape, lora, seed))
+        self.lora, self._dtype, self.trained = lora, how.dtype, WHOLE if lora is None else FACTORS
+        weights = base.own_weights()
+        if lora is None:
+            weights = {name: tensor.clone() for name, tensor in weights.items()}
+        self._policy = TrainablePolicy(base.shape, OptimizerConfig(), replace(how, lora=lora), weights)
+        if lora is not None:
+            self._policy.load_adapter(fresh_factors(base.shape, lora, seed))
         self._gradients: Tensors = {}
 
-    def state(self) -> State:
-        """Copies of what it is made of."""
-        copies = ({name: tensor.clone() for name, tensor in tensors.items()} for tensors in self._parts())
-        return State(*copies)
+    def state(self, *parts: str) -> State:
+        """These parts of what it is made of, without any all, where they are in memory: the next operation
+        changes them."""
+        return State({name: self._part(name) for name in parts or (self.trained, OPTIMIZER, GRADIENTS)})
 
     def digests(self, *parts: str) -> Json:
         """A digest of each of these parts of its state; without any, of all."""
-        return State(*self._parts()).digests(*parts)
+        return self.state(*parts).digests()
 
-    def _parts(self) -> tuple[Tensors, Tensors, Tensors]:
-        return self._policy.adapter(), self._policy.optimizer_state(), self._gradients
+    def _part(self, name: str) -> Tensors:
+        if name == GRADIENTS:
+            return self._gradients
+        if name == OPTIMIZER:
+            return self._policy.optimizer_state()
+        return self._policy.adapter() if name == FACTORS else self._policy.weights()
 
     def load(self, state: State) -> None:
         """Put another state in place.
 
         Raises:
-            ModelError: its factors are of another shape.
+            ModelError: its factors are of another shape, or one of the two is whole and the other is not.
         """
-        self._policy.load_adapter(state.adapter)
-        self._policy.load_optimizer_state(state.optimizer)
-        self._gradients = {name: tensor.clone() for name, tensor in state.gradients.items()}
+        if self.trained not in state.parts:
+            kinds = ("a whole model", "an adapter") if state.whole else ("an adapter", "a whole model")
+            raise ModelError(f"they are those of {kinds[0]}, and this is {kinds[1]}: make a model from them")
+        if self.lora is None:
+            self._policy.load_weights(state.parts[WHOLE])
+        else:
+            self._policy.load_adapter(state.parts[FACTORS])
+        self._policy.load_optimizer_state(state.parts[OPTIMIZER])
+        self._gradients = {name: tensor.clone() for name, tensor in state.parts[GRADIENTS].items()}
 
     def run_pass(self, sent: Pass, keys: Mapping[str, float]) -> tuple[list[Outputs], dict[str, float]]:
         """The outputs of each datum, and metrics; a backward pass adds all its gradients, or none.

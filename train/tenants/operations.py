@@ -43,12 +43,12 @@ PASSES = (FORWARD, PASS)
 LOAD = "load_state"
 SAVE, SAVE_FOR_SAMPLER, SAVE_EXTERNAL = "save_weights", "save_weights_for_sampler", "save_weights_external"
 SAVES = (SAVE, SAVE_FOR_SAMPLER, SAVE_EXTERNAL)
-SAVES_OF_FACTORS = (SAVE_FOR_SAMPLER, SAVE_EXTERNAL)
+SAVES_WITHOUT_OPTIMIZER = (SAVE_FOR_SAMPLER, SAVE_EXTERNAL)
 """Saves from which training does not go on."""
 WEIGHTS, SAMPLER_WEIGHTS, EXTERNAL_WEIGHTS = "weights", "sampler_weights", "external_weights"
 """Kinds of weights in a path: with the optimizer, to sample from, and for other programs."""
-FACTORS, OPTIMIZER = "adapter", "optimizer"
-"""Parts of a model's state, by which their digests are named."""
+FACTORS, WHOLE, OPTIMIZER, GRADIENTS = "adapter", "weights", "optimizer", "gradients"
+"""Parts of a model's state, by which their digests are named: factors, or all weights of a whole model."""
 CREATE = 0
 """Number of the operation that makes a model."""
 DELETED, EXPIRED, PUBLISHED, UNPUBLISHED, KEPT = "deleted", "expired", "published", "unpublished", "kept"
@@ -151,6 +151,11 @@ class ModelOperations:
     saved: dict[str, Saved] = field(default_factory=dict)
     used_us: int = 0
     copy_of: str | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its weights are trained, and not factors beside the base's."""
+        return self.operations[CREATE].accepted.resolved["lora"] is None
 
     @property
     def next(self) -> Operation | None:
@@ -465,6 +470,12 @@ def saved_path(accepted: OperationAccepted) -> str | None:
 def kind_of(path: str) -> str:
     """The kind of weights that a path names."""
     return path.split("/")[-2]
+
+
+def trained_digest(digests: Json) -> str:
+    """The digest of what a model trains, among those of the parts of its state."""
+    digest: str = digests[WHOLE] if WHOLE in digests else digests[FACTORS]
+    return digest
 
 
 def _saved(accepted: OperationAccepted, ended: OperationEnded, version: int, time_us: int) -> Saved:

@@ -1,8 +1,8 @@
 """A model's state in files: a folder named by the number of an operation, never by what a client sent.
 
-It is an adapter of PEFT's form, with optimizer and gradients beside it where training goes on from it. In
-`probe.json` is what the model with it makes of a fixed sequence (`weights.peft`): a server that samples with
-the adapter is held to that.
+It is an adapter of PEFT's form, or a whole model of Hugging Face's, with optimizer and gradients beside it
+where training goes on from it. In an adapter's `probe.json` is what the model with it makes of a fixed
+sequence (`weights.peft`): a server that samples with the adapter is held to that.
 """
 
 from __future__ import annotations
@@ -16,45 +16,52 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from rollbook.engines.model_files import PEFT_WEIGHTS
-from rollbook.engines.weights.digests import Tensors
-from rollbook.engines.weights.peft import Probe, write_probe
+from rollbook.engines.weights.peft import write_probe
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json
 from rollbook.store.permissions import make_folder
 from rollbook.store.safe_paths import fsync_file, fsync_folder, place_inside
+from rollbook.train.checkpoints.checkpoint import WEIGHTS as WEIGHTS_FILE
+from rollbook.train.checkpoints.checkpoint import save_weights
+from rollbook.train.checkpoints.directory import copy_along
 from rollbook.train.checkpoints.export import write_adapter
-from rollbook.train.config.lora import LoraConfig
-from rollbook.train.tenants.model import State
+from rollbook.train.tenants.base import Base
+from rollbook.train.tenants.model import ClientModel, State
+from rollbook.train.tenants.operations import FACTORS, GRADIENTS, OPTIMIZER, WHOLE
 
-OPTIMIZER, GRADIENTS = "optimizer.safetensors", "gradients.safetensors"
+TO_GO_ON = (OPTIMIZER, GRADIENTS)
+"""Parts of a state in files of their names, beside what is trained."""
 
 
-def write_factors(
-    store: Path, run: str, number: int, factors: Tensors, probe: Probe, lora: LoraConfig, base: str
-) -> str:
-    """Write the factors behind an operation, durably; returns their folder, relative to the store's.
-
-    Args:
-        probe: what the model with them makes of the fixed sequence.
-        base: what the model beside them is called.
-    """
+def write_trained(store: Path, run: str, number: int, model: ClientModel, base: Base) -> str:
+    """Write what a model trains as it is behind an operation, durably; returns the folder, relative to the
+    store's."""
     with _folder(store, run, number) as (building, name):
-        write_adapter(building, factors, lora, base)
-        write_probe(building, probe)
+        _write_trained(building, model, base)
     return name
 
 
-def write_state(
-    store: Path, run: str, number: int, state: State, probe: Probe, lora: LoraConfig, base: str
-) -> str:
-    """Write the state behind an operation, durably; as `write_factors`."""
+def write_state(store: Path, run: str, number: int, model: ClientModel, base: Base) -> str:
+    """Write the whole state behind an operation, durably; as `write_trained`."""
     with _folder(store, run, number) as (building, name):
-        write_adapter(building, state.adapter, lora, base)
-        write_probe(building, probe)
-        for file, tensors in ((OPTIMIZER, state.optimizer), (GRADIENTS, state.gradients)):
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, building / file)
-            fsync_file(building / file)
+        _write_trained(building, model, base)
+        for part, tensors in model.state(*TO_GO_ON).parts.items():
+            file = building / f"{part}.safetensors"
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
+            fsync_file(file)
     return name
+
+
+def _write_trained(building: Path, model: ClientModel, base: Base) -> None:
+    tensors = model.state(model.trained).parts[model.trained]
+    if model.lora is not None:
+        write_adapter(building, tensors, model.lora, base.name)
+        write_probe(building, model.probe())
+        return
+    copy_along(base.folder, building)
+    save_weights(tensors, building, base.folder)
+    for file in building.iterdir():
+        fsync_file(file)
 
 
 @contextmanager
@@ -80,8 +87,10 @@ def read_state(store: Path, name: str, digests: Json) -> State:
         ReplayError: it is not whole, or another than its digests say.
     """
     folder = place_inside(store, name)
+    files = {FACTORS: PEFT_WEIGHTS, WHOLE: WEIGHTS_FILE} | {part: f"{part}.safetensors" for part in TO_GO_ON}
+    parts = (WHOLE if WHOLE in digests else FACTORS, *TO_GO_ON)
     try:
-        state = State(*(load_file(folder / file) for file in (PEFT_WEIGHTS, OPTIMIZER, GRADIENTS)))
+        state = State({part: load_file(folder / files[part]) for part in parts})
     except Exception as error:  # safetensors has no base of its own errors
         raise ReplayError(f"{folder} cannot be read: {error}; restore it from a copy") from error
     own = state.digests()

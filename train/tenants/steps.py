@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollbook.store.cut import format_cut
 from rollbook.store.digest import digest_json
 from rollbook.store.events import Json, OperationAccepted, StepCommitted, StepPlanned
-from rollbook.train.tenants.operations import CREATE, POLICY, ModelOperations, Operation
+from rollbook.train.tenants.operations import CREATE, POLICY, ModelOperations, Operation, trained_digest
 
 PHASE = "service"
 RECIPE: Json = {}
@@ -61,7 +61,7 @@ def planned_step(
         seed=made["seed"],
         input_digests=input_digests,
         environment=environment,
-        lora=made["lora"] | {"seed": made["seed"], "base_version": 0},
+        lora=None if model.whole else made["lora"] | {"seed": made["seed"], "base_version": 0},
         operations=[*map(described, [*model.passes, step])],
     )
 
@@ -99,7 +99,7 @@ def stages_of(passes: Sequence[Passed], state: Json) -> Json:
         "logprobs": digest_json([one.digests["result"] for one in passes]),
         **gradients,
         "optimizer": state["optimizer"],
-        "weights": state["adapter"],
+        "weights": trained_digest(state),
     }
 
 

@@ -1,4 +1,4 @@
-"""`rollbook service`: clients train adapters of a base model, each with a loop of its own."""
+"""`rollbook service`: clients train from a base model, each with a loop of its own."""
 
 from __future__ import annotations
 

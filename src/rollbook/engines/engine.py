@@ -194,3 +194,19 @@ class ServesAdapters(Engine, Protocol):
         Raises:
             EngineError: the engine failed.
         """
+
+
+class ServesWeights(ServesAdapters, Protocol):
+    """An engine whose weights may be replaced by those of another model of the same architecture."""
+
+    async def load_weights(self, folder: Path, version: int, digest: str) -> None:
+        """Serve other weights from here on; no request is under way.
+
+        Args:
+            folder: a Hugging Face model directory.
+            version: of its policy.
+            digest: of the weights (`engines.weights.digests`), to which those in memory are compared.
+
+        Raises:
+            EngineError: they cannot be read or do not fit, or are others than the digest says.
+        """

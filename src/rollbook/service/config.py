@@ -29,7 +29,7 @@ class SamplerConfig(Table):
 
 
 class ServiceConfig(Table):
-    """A service: the base model that clients train adapters of, and how it computes."""
+    """A service: the base model that clients train from, and how it computes."""
 
     base: str
     """Folder of the base model, in Hugging Face's form; clients name it by `name`."""
@@ -46,13 +46,17 @@ class ServiceConfig(Table):
     """Compute activations again in the backward pass instead of keeping them."""
 
     models: Annotated[int, Field(ge=1)] = 16
-    """Models of clients in the device's memory at once; as many more are in this host's, the others on its
+    """Adapters of clients in the device's memory at once; as many more are in this host's, the others on its
     disk until their next operation."""
     shared: bool = False
     """Whether other processes serve and train with this one, by the same store. They agree in its catalog,
     which is SQLite for those of one host, and PostgreSQL for several hosts."""
     trains: bool = True
     """Whether `rollbook service` trains itself; where it does not, `rollbook service worker` does."""
+    full: Annotated[int, Field(ge=0)] = 0
+    """Whole models of clients in the device's memory at once, beside the base and the adapters: each has
+    weights, gradients and an optimizer of its own. The others are on the host's disk until their next
+    operation. 0: clients train adapters alone."""
     sampler: SamplerConfig = SamplerConfig()
 
     @model_validator(mode="after")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections import OrderedDict
-from dataclasses import fields
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -33,15 +32,13 @@ class IdleStates:
         shutil.rmtree(folder, ignore_errors=True)
 
     def put(self, run: str, state: State) -> None:
-        """Keep the state of a run's model; the oldest go to the disk."""
+        """Keep the state of a run's model; the oldest, and those of whole models, go to the disk."""
+        if state.whole:
+            self._write(run, state)
+            return
         self._held[run] = state.on_host()
         while len(self._held) > self._most:
-            oldest, leaving = self._held.popitem(last=False)
-            self._written[oldest] = leaving.digests()
-            make_folder(self._folder / oldest)
-            for part in fields(State):
-                tensors = {name: tensor.contiguous() for name, tensor in getattr(leaving, part.name).items()}
-                save_file(tensors, self._file(oldest, part.name))
+            self._write(*self._held.popitem(last=False))
 
     def take(self, run: str) -> State | None:
         """The state of a run's model, kept no more; None where it is not here, or another than was put."""
@@ -51,9 +48,15 @@ class IdleStates:
             return None
         state = None
         with contextlib.suppress(Exception):  # whatever is wrong with it: it is made again
-            state = State(*(load_file(self._file(run, part.name)) for part in fields(State)))
+            state = State({part: load_file(self._file(run, part)) for part in digests})
         shutil.rmtree(self._folder / run, ignore_errors=True)
         return state if state is not None and state.digests() == digests else None
+
+    def _write(self, run: str, state: State) -> None:
+        self._written[run] = state.digests()
+        make_folder(self._folder / run)
+        for part, tensors in state.parts.items():
+            save_file({name: t.contiguous() for name, t in tensors.items()}, self._file(run, part))
 
     def _file(self, run: str, part: str) -> Path:
         return self._folder / run / f"{part}.safetensors"

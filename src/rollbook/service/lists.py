@@ -101,12 +101,13 @@ class Lists:
             if of_kind:
                 [newest[name]] = await self._described(of_kind[:1])
         settings = made.accepted.resolved
+        lora = settings.get("lora", {})
         return {
             "training_run_id": model.model_id,
             "base_model": self._base_model,
             "model_owner": model.owner or "",
-            "is_lora": True,
-            "lora_rank": settings["lora"]["rank"] if "lora" in settings else None,
+            "is_lora": lora is not None,
+            "lora_rank": (lora or {}).get("rank"),
             "corrupted": made.ended is not None and not made.succeeded,
             "last_request_time": as_time(model.used_us),
             "user_metadata": _texts(settings.get("user_metadata")),

@@ -7,9 +7,9 @@ import base64
 import logging
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from rollbook.engines.engine import (
     Sampling,
     Scores,
     ServesAdapters,
+    ServesWeights,
     TopTokens,
     ignore_tokens,
 )
@@ -45,12 +46,14 @@ from rollbook.store.safe_paths import place_inside
 from rollbook.train.tenants.bodies import sent_body, stored_body
 from rollbook.train.tenants.operations import (
     SAMPLE,
+    WHOLE,
     Operation,
     Saved,
     check_same,
     request_id_of,
     run_of,
     sampler_id_of,
+    trained_digest,
 )
 from rollbook.train.tenants.origins import key_of
 from rollbook.train.tenants.wire import Sampled, write_samples
@@ -62,6 +65,18 @@ ADOPT_S = 2.0
 CANCEL = "cancel "
 """A message to all processes begins with it: a request of which nobody wants the sequences any more."""
 _log = logging.getLogger(__name__)
+
+
+async def _activated(*_: Any) -> None:
+    """The log has which weights are sampled from with each sampler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What samples for a sampler: an engine, and the name of the adapter that it holds; "": it needs none."""
+
+    engine: ServesAdapters
+    adapter: str
 
 
 class HeldAdapters:
@@ -78,14 +93,14 @@ class HeldAdapters:
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def use(self, sampler: SamplerOpened) -> AsyncIterator[str]:
-        """Context: the engine holds a sampler's adapter, by this name; "" for none.
+    async def use(self, sampler: SamplerOpened) -> AsyncIterator[Held]:
+        """Context: the engine holds a sampler's adapter, if it has one.
 
         Raises:
             EngineError: it cannot be loaded, or is another than was saved.
         """
         if sampler.checkpoint is None:
-            yield ""
+            yield Held(self._engine, "")
             return
         name = sampler.weights_digest
         async with self._changed:
@@ -95,7 +110,7 @@ class HeldAdapters:
             self._held.move_to_end(name)
             self._users[name] += 1
         try:
-            yield name
+            yield Held(self._engine, name)
         finally:
             async with self._changed:
                 self._users[name] -= 1
@@ -113,6 +128,61 @@ class HeldAdapters:
         self._held[name] = None
 
 
+class HeldWhole:
+    """An engine of its own for whole models, of which it holds one at a time; it is made for the first.
+
+    Args:
+        make: the engine, with weights of the base model's architecture.
+    """
+
+    def __init__(self, make: Callable[[], ServesWeights], journal: Journal) -> None:
+        self._make, self._journal = make, journal
+        self._engine: ServesWeights | None = None
+        self._held, self._users = "", 0
+        self._turn, self._changed = asyncio.Lock(), asyncio.Condition()
+
+    @asynccontextmanager
+    async def use(self, sampler: SamplerOpened) -> AsyncIterator[Held]:
+        """Context: the engine holds a sampler's weights. Where it held others, those who use them end first;
+        who comes meanwhile waits behind.
+
+        Raises:
+            EngineError: they cannot be loaded, or are others than were saved.
+        """
+        async with self._turn:
+            if self._engine is None:
+                self._engine = await asyncio.to_thread(self._make)
+                await self._engine.start(_activated)
+            if self._held != sampler.weights_digest:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: not self._users)
+                await self._load(self._engine, sampler)
+            self._users += 1
+        try:
+            yield Held(self._engine, "")
+        finally:
+            async with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+
+    async def _load(self, engine: ServesWeights, sampler: SamplerOpened) -> None:
+        assert sampler.checkpoint is not None
+        self._held = ""
+        folder = place_inside(self._journal.log.path, sampler.checkpoint)
+        await engine.load_weights(folder, sampler.policy_version, sampler.weights_digest)
+        self._held = sampler.weights_digest
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with what it has."""
+        if self._engine is not None:
+            await self._engine.abort(request_id)
+
+    async def close(self) -> None:
+        """End."""
+        if self._engine is not None:
+            await self._engine.close()
+
+
 class Sampler:
     """Opens samplers, and samples for them.
 
@@ -121,6 +191,7 @@ class Sampler:
         digest: of the base model's weights.
         texts: of its tokens; None: there is no tokenizer, and no stop may be a text.
         most_adapters: that the engine holds at once.
+        whole: samples from whole models; None: nothing does.
     """
 
     def __init__(
@@ -131,10 +202,11 @@ class Sampler:
         digest: str,
         texts: Texts | None,
         most_adapters: int,
+        whole: HeldWhole | None = None,
     ) -> None:
         self._journal, self._engine, self._texts = journal, engine, texts
         self._base_model, self._digest = base_model, digest
-        self._adapters = HeldAdapters(engine, journal, most_adapters)
+        self._adapters, self._whole = HeldAdapters(engine, journal, most_adapters), whole
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._adopting: asyncio.Task[None] | None = None
         self._cancelled: set[str] = set()
@@ -142,11 +214,7 @@ class Sampler:
 
     async def start(self) -> None:
         """Begin, with what waited when the log was opened."""
-
-        async def activated(*_: Any) -> None:
-            """The base model stays as it is."""
-
-        await self._engine.start(activated)
+        await self._engine.start(_activated)
         loop = asyncio.get_running_loop()
 
         def hear(message: str) -> None:
@@ -164,6 +232,20 @@ class Sampler:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._engine.close()
+        if self._whole is not None:
+            await self._whole.close()
+
+    def check_whole(self) -> None:
+        """Refuse to sample from a whole model where nothing does.
+
+        Raises:
+            RequestError: 400.
+        """
+        if self._whole is None:
+            text = (
+                "nothing samples from whole models here: only [sampler] engine = embedded with full = 1 does"
+            )
+            raise RequestError(400, "not_supported", f"{text}; save_weights_external gives their files")
 
     # What clients ask -------------------------------------------------------------------------------
 
@@ -183,6 +265,8 @@ class Sampler:
         named, saved = (sampler_id, sent.session_id, self._base_model), None
         if sampler_id not in operations.samplers and sent.model_path is not None:
             saved = self._journal.saved(sent.model_path, caller)
+            if WHOLE in saved.digests:
+                self.check_whole()
         if saved is None:
             opened, run = SamplerOpened(*named, None, None, 0, self._digest, None), RUN
         else:
@@ -274,8 +358,13 @@ class Sampler:
             self._cancelled.add(request_id)
             accepted = self._journal.operations.by_request[request_id].accepted
             for sequence_id in accepted.resolved["sequence_ids"]:
-                self._aborting.add(abort := asyncio.ensure_future(self._engine.abort(sequence_id)))
-                abort.add_done_callback(self._aborting.discard)
+                self._aborting.add(aborting := asyncio.ensure_future(self._abort(sequence_id)))
+                aborting.add_done_callback(self._aborting.discard)
+
+    async def _abort(self, sequence_id: str) -> None:
+        await self._engine.abort(sequence_id)
+        if self._whole is not None:
+            await self._whole.abort(sequence_id)
 
     async def delivered(self, operation: Operation) -> None:
         """Note that a client was sent what was sampled; once."""
@@ -351,15 +440,15 @@ class Sampler:
         settings = accepted.resolved
         ids = token_ids(np.frombuffer(sent_body("tokens", accepted.body), "<i4"))
         sequences: list[str] = settings["sequence_ids"]
-        async with self._adapters.use(sampler) as adapter:
+        async with self._held(sampler) as held:
             self._check_wanted(accepted)
             samplings = (replace(sampling, top=settings["top"]) for sampling in samplings_of(settings))
             asked = zip(sequences, samplings, strict=True)
-            made = await asyncio.gather(*(self._one(s, ids, sampling, adapter) for s, sampling in asked))
+            made = await asyncio.gather(*(self._one(s, ids, sampling, held) for s, sampling in asked))
             self._check_wanted(accepted)
             check_finite(made)
-            of_prompt = await self._of_prompt(settings, ids, adapter)
-            samples = [await self._with_top(settings, ids, own, adapter) for own in made]
+            of_prompt = await self._of_prompt(settings, ids, held)
+            samples = [await self._with_top(settings, ids, own, held) for own in made]
         answer = write_samples(samples, *of_prompt)
         records: list[Record] = []
         for sequence_id, own in zip(sequences, made, strict=True):
@@ -367,36 +456,50 @@ class Sampler:
             records += trajectories.completed(sequence_id, ids, own, sampler.policy_version, text)
         return records, answer, [key_of(np.concatenate([ids, own.completion_ids])) for own in made]
 
-    async def _one(self, sequence_id: str, ids: TokenIds, sampling: Sampling, adapter: str) -> Generation:
+    def _held(self, sampler: SamplerOpened) -> AbstractAsyncContextManager[Held]:
+        """Context: what a sampler samples from is in an engine.
+
+        Raises:
+            RequestError: 400, it is a whole model, from which nothing samples here.
+        """
+        models = self._journal.operations.models
+        if sampler.model_id is None or not models[sampler.model_id].whole:
+            return self._adapters.use(sampler)
+        self.check_whole()
+        assert self._whole is not None
+        return self._whole.use(sampler)
+
+    async def _one(self, sequence_id: str, ids: TokenIds, sampling: Sampling, held: Held) -> Generation:
         """One sequence; where the engine does not know texts that end it, they are looked for here."""
-        prompt = Prompt(ids, [], None, request_id=sequence_id, adapter=adapter)
-        if not sampling.stop or "stop" in self._engine.honoured:
-            return await self._engine.generate(prompt, sampling, ignore_tokens)
+        prompt = Prompt(ids, [], None, request_id=sequence_id, adapter=held.adapter)
+        if not sampling.stop or "stop" in held.engine.honoured:
+            return await held.engine.generate(prompt, sampling, ignore_tokens)
         assert self._texts is not None
         watched, loop = StopTexts(self._texts, sampling.stop), asyncio.get_running_loop()
         aborts = list[asyncio.Task[None]]()
 
         def watch(new: Sequence[int], _: Sequence[float] | None) -> None:
             if watched.add(new) and not aborts:
-                aborts.append(loop.create_task(self._engine.abort(sequence_id)))
+                aborts.append(loop.create_task(held.engine.abort(sequence_id)))
 
-        made = await self._engine.generate(prompt, sampling, watch)
+        made = await held.engine.generate(prompt, sampling, watch)
         return cut(made, watched.count)
 
     async def _of_prompt(
-        self, settings: Json, ids: TokenIds, adapter: str
+        self, settings: Json, ids: TokenIds, held: Held
     ) -> tuple[Any | None, TopTokens | None]:
         """Logprobs of the prompt, and the likeliest tokens, where they were asked for."""
         if not settings["prompt_logprobs"] and not settings["prompt_top"]:
             return None, None
-        scores = masked(await self._engine.score(ids, adapter, 1.0, settings["prompt_top"]), settings["last"])
+        scores = await held.engine.score(ids, held.adapter, 1.0, settings["prompt_top"])
+        scores = masked(scores, settings["last"])
         return scores.logprobs if settings["prompt_logprobs"] else None, scores.top
 
-    async def _with_top(self, settings: Json, ids: TokenIds, own: Generation, adapter: str) -> Sampled:
+    async def _with_top(self, settings: Json, ids: TokenIds, own: Generation, held: Held) -> Sampled:
         top = own.top
         if settings["top"] and top is None:
             whole = np.concatenate([ids, own.completion_ids])
-            scores = await self._engine.score(whole, adapter, settings["temperature"], settings["top"])
+            scores = await held.engine.score(whole, held.adapter, settings["temperature"], settings["top"])
             assert scores.top is not None
             top = TopTokens(scores.top.ids[len(ids) :], scores.top.logprobs[len(ids) :])
         return Sampled(own.completion_ids, own.logprobs, own.finish_reason == "stop", top)
@@ -412,8 +515,8 @@ def sampler_of_saved(named: tuple[str, str, str], saved: Saved, path: str | None
     Args:
         named: the sampler, its session and the base model.
     """
-    digest = saved.digests["adapter"]
-    return SamplerOpened(*named, saved.model_id, path, saved.version, digest, saved.checkpoint)
+    rest = saved.version, trained_digest(saved.digests), saved.checkpoint
+    return SamplerOpened(*named, saved.model_id, path, *rest)
 
 
 def samplings_of(settings: Json) -> list[Sampling]:

@@ -21,7 +21,7 @@ from rollbook.service.app import build_service_app
 from rollbook.service.config import ServiceConfig
 from rollbook.service.journal import Journal
 from rollbook.service.order import LANE, MOST_PROCESSES, RUN, SharedOrder
-from rollbook.service.sampling import Sampler
+from rollbook.service.sampling import HeldWhole, Sampler
 from rollbook.service.service import TrainingService
 from rollbook.service.stop_texts import Texts
 from rollbook.service.worker import Worker
@@ -65,9 +65,9 @@ def serve_service(
     base = _base(config) if config.trains else None
     served = Served.of(config) if base is None else Served(base.name, base.digest, base.policy.shape)
     with _journal(config, log, config.trains, served.digest) as journal:
-        worker = None if base is None else Worker(journal, base, config.models)
+        worker = None if base is None else Worker(journal, base, config.models, config.full)
         sampler = _sampler(config, journal, served, engine_keys)
-        service = TrainingService(journal, served.name, served.shape, sampler, worker)
+        service = TrainingService(journal, served.name, served.shape, sampler, worker, config.full > 0)
         serve_alone(lambda mine: build_service_app(service, keys, mine), host, port, announce)
 
 
@@ -89,7 +89,7 @@ def work(
         raise ConfigError("a worker needs shared = true: others accept what it does")
     base = _base(config)
     with _journal(config, log, True, base.digest) as journal:
-        worker = Worker(journal, base, config.models)
+        worker = Worker(journal, base, config.models, config.full)
         worker.start()
         announce()
         ended()
@@ -154,20 +154,26 @@ def _sampler(config: ServiceConfig, journal: Journal, served: Served, keys: Engi
     wanted, folder = config.sampler, Path(config.base)
     if wanted.engine == "none":
         return None
-    engine: ServesAdapters
-    if wanted.engine == "sglang":
-        if not wanted.url:
-            raise ConfigError("sampler.engine = sglang needs sampler.url, such as http://127.0.0.1:30000")
-        engine = sglang_engine(wanted.url, journal, folder, wanted.adapters, keys)
-    else:
-        engine = EmbeddedEngine(
+
+    def embedded() -> EmbeddedEngine:
+        return EmbeddedEngine(
             folder,
             device=choose_device(config.device).type,
             batch_tokens=wanted.batch_tokens,
             cache_blocks=wanted.cache_blocks,
             adapters=True,
         )
-    return Sampler(journal, engine, served.name, served.digest, Texts.of(folder), wanted.adapters)
+
+    engine: ServesAdapters
+    whole: HeldWhole | None = None
+    if wanted.engine == "sglang":
+        if not wanted.url:
+            raise ConfigError("sampler.engine = sglang needs sampler.url, such as http://127.0.0.1:30000")
+        engine = sglang_engine(wanted.url, journal, folder, wanted.adapters, keys)
+    else:
+        engine = embedded()
+        whole = HeldWhole(embedded, journal) if config.full else None
+    return Sampler(journal, engine, served.name, served.digest, Texts.of(folder), wanted.adapters, whole)
 
 
 def sglang_engine(

@@ -76,6 +76,7 @@ class TrainingService:
         base_model: what clients call the model whose weights all share; shape: of it.
         sampler: samples for clients; None: nothing is sampled here.
         worker: does the operations of models; None: other processes do.
+        trains_whole: whether whole models are made.
     """
 
     def __init__(
@@ -85,9 +86,11 @@ class TrainingService:
         shape: ModelShape,
         sampler: Sampler | None,
         worker: Worker | None,
+        trains_whole: bool = False,
     ) -> None:
         self.base_model, self._shape, self._sampler = base_model, shape, sampler
         self._journal, self._operations, self._worker = journal, journal.operations, worker
+        self._trains_whole = trains_whole
         self.weights, self.downloads = Weights(journal, base_model), Downloads(journal)
         self.lists = Lists(journal, base_model)
 
@@ -170,16 +173,15 @@ class TrainingService:
         if sent.base_model != self.base_model:
             text = f"base_model {sent.base_model[:80]!r} is not served: use {self.base_model!r}"
             raise RequestError(400, "unknown_base_model", text)
-        if sent.lora_config is None:
-            raise RequestError(
-                400, "not_supported", "lora_config: whole models are not trained here: send it"
-            )
-        lora, seed = sent.lora_config.config(), sent.lora_config.seed
+        if (asked := sent.lora_config) is None:
+            self._check_whole()
+        lora = None if asked is None else asked.config().model_dump(mode="json")
+        seed = 0 if asked is None else asked.seed
         body = sent.model_dump(mode="json")
         model_id = model_id_of(sent.session_id, sent.model_seq_id)
         drawn = secrets.randbelow(1 << 31) if seed is None else seed
         self._check_free(model_id)
-        settings = {"base_model": self.base_model, "lora": lora.model_dump(mode="json"), "seed": drawn}
+        settings = {"base_model": self.base_model, "lora": lora, "seed": drawn}
         settings |= {} if sent.user_metadata is None else {"user_metadata": sent.user_metadata}
         return await self._accept(model_id, CREATE, "create_model", body, digest_of(body), settings)
 
@@ -195,11 +197,23 @@ class TrainingService:
             return await self._accept(*asked, {})  # what the path named then may be gone by now
         saved = self._with_optimizer(sent.path, caller)
         made = self._operations.models[saved.model_id].operations[CREATE].accepted.resolved
+        if made["lora"] is None:
+            self._check_whole()
         # What the path names now: it may be written over before the model is made again.
         settings = made | {"path": sent.path, "optimizer": sent.optimizer}
         settings |= {"checkpoint": saved.checkpoint, "digests": saved.digests}
         settings["user_metadata"] = sent.user_metadata
         return await self._accept(*asked, settings, saved.checkpoint)
+
+    def _check_whole(self) -> None:
+        """Refuse to make a whole model where none are trained.
+
+        Raises:
+            RequestError: 400.
+        """
+        if not self._trains_whole:
+            text = "lora_config: whole models are not trained here: send it, or have the service's CONFIG say"
+            raise RequestError(400, "not_supported", f"{text} full = 1")
 
     def _check_free(self, model_id: str) -> None:
         """Refuse to make a model where copies of weights are.
@@ -278,7 +292,12 @@ class TrainingService:
     async def save_for_sampler(self, sent: SaveForSampler, caller: str | None) -> Json:
         """Accept that weights are saved to be sampled from: by a name, or for a sampler of their own."""
         model = self._operations.model(sent.model_id, caller)
-        self.sampler  # noqa: B018  (refused where nothing samples)
+        sampler = self.sampler  # refused where nothing samples
+        try:
+            if model.whole:
+                sampler.check_whole()
+        except RequestError as error:  # it has a number, for which those behind it wait
+            return await self._ordered(sent, SAVE_FOR_SAMPLER, {"refused": error.message}, sent.digest())
         settings: Json = {"kind": SAMPLER_WEIGHTS, "name": sent.path, "overwrite": False} | _said(sent)
         if sent.path is None:
             number = sent.sampling_session_seq_id
@@ -298,7 +317,8 @@ class TrainingService:
         model = self._operations.model(model_id, caller)
         settings = model.operations[CREATE].accepted.resolved
         data = {"arch": self._shape.family, "model_name": self.base_model, "tokenizer_id": self.base_model}
-        own = {"is_lora": True, "lora_rank": settings["lora"]["rank"], "model_name": self.base_model}
+        own = {"is_lora": not model.whole, "lora_rank": (settings["lora"] or {}).get("rank")}
+        own |= {"model_name": self.base_model}
         return {"type": "get_info", "model_id": model_id, "model_data": data} | own
 
     def capabilities(self) -> Json:

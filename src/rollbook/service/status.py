@@ -80,7 +80,7 @@ def _name(accepted: OperationAccepted) -> str:
 
 def _row(operations: Operations, name: str, times: _Times, now_us: int) -> Status:
     model = operations.models.get(name)
-    lora = {} if model is None else model.operations[CREATE].accepted.resolved.get("lora", {})
+    lora = {} if model is None else model.operations[CREATE].accepted.resolved.get("lora") or {}
     return Status(
         tenant=operations.sessions[session_of(name)].by,
         name=name,

@@ -136,6 +136,8 @@ class Weights:
         """
         saved = self._journal.saved(path, caller)
         lora = self._operations.models[saved.model_id].operations[CREATE].accepted.resolved["lora"]
+        if lora is None:
+            return {"base_model": self._base_model, "is_lora": False}
         named = {"train_attn": "q_proj", "train_mlp": "gate_proj", "train_unembed": "lm_head"}
         trained = {part: target in lora["targets"] for part, target in named.items()}
         return {"base_model": self._base_model, "is_lora": True, "lora_rank": lora["rank"]} | trained

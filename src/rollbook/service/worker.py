@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -27,21 +28,21 @@ from rollbook.train.tenants.effects import Effect, effect_of, made, model_before
 from rollbook.train.tenants.model import ClientModel
 from rollbook.train.tenants.operations import (
     CREATE,
-    FACTORS,
     OPTIMIZER,
     PASS,
     POLICY,
     SAVE_FOR_SAMPLER,
     SAVES,
-    SAVES_OF_FACTORS,
+    SAVES_WITHOUT_OPTIMIZER,
     STEP,
     ModelOperations,
     Operation,
     run_of,
     saved_path,
     session_of,
+    trained_digest,
 )
-from rollbook.train.tenants.states import write_factors, write_state
+from rollbook.train.tenants.states import write_state, write_trained
 from rollbook.train.tenants.steps import committed_step, planned_step
 
 QUANTUM = 8192
@@ -94,11 +95,12 @@ class Worker:
     Args:
         base: the weights that all models share.
         most_models: in the device's memory at once; as many more in this host's.
+        most_whole: whole models in the device's memory at once; the others are on the disk.
     """
 
-    def __init__(self, journal: Journal, base: Base, most_models: int) -> None:
+    def __init__(self, journal: Journal, base: Base, most_models: int, most_whole: int = 0) -> None:
         self._journal, self._operations, self._store = journal, journal.operations, journal.log.path
-        self._base, self._most_models = base, most_models
+        self._base, self._most_models, self._most_whole = base, most_models, max(most_whole, 1)
         self._models = OrderedDict[str, ClientModel]()
         self._idle = IdleStates(self._store / "idle" / journal.order.lane, most_models)
         self._opened = set[str]()
@@ -208,11 +210,11 @@ class Worker:
 
     def _written(self, model: ModelOperations, here: ClientModel, accepted: OperationAccepted) -> str | None:
         """Where the state behind an operation was written, if it is to be."""
-        where, what = (self._store, model.run, accepted.number), (here.lora, self._base.name)
-        if accepted.operation in SAVES_OF_FACTORS:
-            return write_factors(*where, here.state().adapter, here.probe(), *what)
+        what = self._store, model.run, accepted.number, here, self._base
+        if accepted.operation in SAVES_WITHOUT_OPTIMIZER:
+            return write_trained(*what)
         if accepted.operation in SAVES or self._is_due(model, accepted):
-            return write_state(*where, here.state(), here.probe(), *what)
+            return write_state(*what)
         return None
 
     def _is_due(self, model: ModelOperations, accepted: OperationAccepted) -> bool:
@@ -224,9 +226,12 @@ class Worker:
     def _model(self, model: ModelOperations, accepted: OperationAccepted) -> ClientModel:
         """The model that an operation is done to."""
         if (held := self._models.get(model.model_id)) is None:
-            while len(self._models) >= self._most_models:
-                model_id, idle = self._models.popitem(last=False)
-                self._idle.put(run_of(model_id), idle.state())
+            most = self._most_whole if model.whole else self._most_models
+            alike = [name for name in self._models if self._operations.models[name].whole == model.whole]
+            for model_id in alike[: max(len(alike) + 1 - most, 0)]:
+                self._idle.put(run_of(model_id), self._models.pop(model_id).state())
+            if model.whole:
+                gc.collect()  # what left is only freed so: its parts refer to each other
             held = self._models[model.model_id] = self._made(model, accepted)
         self._models.move_to_end(model.model_id)
         return held
@@ -256,7 +261,7 @@ def _check_name(model: ModelOperations, accepted: OperationAccepted, now_us: int
 def _step(model: ModelOperations, operation: Operation, effect: Effect) -> list[Record]:
     """The records of an optimizer step. Its inputs are what the operation before it left: passes change
     neither."""
-    inputs = {"input_weights": model.digests[FACTORS], "input_optimizer": model.digests[OPTIMIZER]}
+    inputs = {"input_weights": trained_digest(model.digests), "input_optimizer": model.digests[OPTIMIZER]}
     plan = planned_step(model, operation, inputs, {})
     return [plan, committed_step(plan, model, effect.digests, effect.metrics)]
 
@@ -266,7 +271,7 @@ def published(
 ) -> list[Record]:
     """The records of weights that may be sampled from: their version of the policy, and the sampler that
     they were saved for."""
-    checkpoint, digest = ended.checkpoint, ended.digests["adapter"]
+    checkpoint, digest = ended.checkpoint, trained_digest(ended.digests)
     assert checkpoint is not None
     parent = model.steps - 1 if model.steps else None
     records: list[Record] = [PolicyPublished(POLICY, model.steps, parent, checkpoint, digest)]

@@ -85,8 +85,8 @@ class RawClient:
         return answer.json()
 
     def model(self, rank: int = 4) -> str:
-        """A new model."""
-        lora = {"rank": rank, "seed": 7}
+        """A new model; of rank 0, a whole one."""
+        lora = {"rank": rank, "seed": 7} if rank else None
         body = {"session_id": self.session_id, "model_seq_id": next(self._models), "lora_config": lora}
         accepted = self.told("create_model", body | {"base_model": "tiny"})
         assert "error" not in self.result(accepted).json()

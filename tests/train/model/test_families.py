@@ -230,6 +230,22 @@ def test_gradients_are_transformers(models: dict[str, tuple[Path, Any]], case: s
         assert error < 1e-5, f"{name}: {error}"
 
 
+@pytest.mark.more_but("qwen3-*", "gpt_oss-tied")
+@EACH
+def test_weights_are_taken_over(models: dict[str, tuple[Path, Any]], case: str) -> None:
+    """In the memory that they are in, with Megatron's marks: another policy has the bits of the first."""
+    policy, micro = _policy(models[case][0]), _micro()
+    how = Build(4, torch.device("cpu"), 1, 1)
+    other = TrainablePolicy(policy.shape, OptimizerConfig(), how, policy.own_weights())
+    (mine, loss), (theirs, expected) = _run(other, micro), _run(policy, micro)
+    assert torch.equal(mine, theirs)
+    assert loss == expected
+    assert digest_tensors(other.gradients()) == digest_tensors(policy.gradients())
+    modules = [one._parts.module for one in (other, policy)]
+    marks = [{name: (p.data_ptr(), {*vars(p)}) for name, p in m.named_parameters()} for m in modules]
+    assert marks[0] == marks[1]
+
+
 @EACH
 def test_packed_samples_see_themselves_alone(models: dict[str, tuple[Path, Any]], case: str) -> None:
     """One after the other in a row, they get the logprobs, entropies and gradients that they get padded; only

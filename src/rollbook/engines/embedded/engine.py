@@ -236,6 +236,19 @@ class EmbeddedEngine:
         """Hold an adapter no more; no request uses it."""
         self._adapters.drop(name)
 
+    async def load_weights(self, folder: Path, version: int, digest: str) -> None:
+        """Serve other weights from here on, as `ServesWeights`.
+
+        Raises:
+            EngineError: they cannot be read or do not fit, or are others than the digest says.
+        """
+        try:
+            loaded = await self.updates.update_from_disk(folder, version)
+        except ModelError as error:
+            raise EngineError(str(error)) from error
+        if loaded != digest:
+            raise EngineError(f"{folder}: its weights have the digest {loaded[:16]}, not {digest[:16]}")
+
     async def score(self, ids: TokenIds, adapter: str, temperature: float, top: int) -> Scores:
         """The logprobs of tokens, as `ServesAdapters`."""
         assert self._scorer is not None
