@@ -87,15 +87,16 @@ class ClientModel:
 
     def state(self) -> State:
         """Copies of what it is made of."""
-        copies = ({name: tensor.clone() for name, tensor in tensors.items()} for tensors in self._parts())
-        return State(*copies)
+        held = self.held()
+        return State(*({name: t.clone() for name, t in getattr(held, p.name).items()} for p in fields(State)))
+
+    def held(self) -> State:
+        """What it is made of, not copied: until the next operation."""
+        return State(self._policy.adapter(), self._policy.optimizer_state(), self._gradients)
 
     def digests(self, *parts: str) -> Json:
         """A digest of each of these parts of its state; without any, of all."""
-        return State(*self._parts()).digests(*parts)
-
-    def _parts(self) -> tuple[Tensors, Tensors, Tensors]:
-        return self._policy.adapter(), self._policy.optimizer_state(), self._gradients
+        return self.held().digests(*parts)
 
     def load(self, state: State) -> None:
         """Put another state in place.
