@@ -1,5 +1,4 @@
-"""Whose turn it is; and where the log cannot be written, what an operation did is kept, and told once it is
-durable."""
+"""Where the log cannot be written, what an operation did is kept, and told once it is durable."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import pytest
 
 from rollbook import store as rb
 from rollbook.service.journal import Journal
-from rollbook.service.worker import Turns, Worker
+from rollbook.service.worker import Worker
 from rollbook.store import Event
 from rollbook.store.errors import WriteFailedError
 from rollbook.store.events import OperationAccepted, OperationEnded, SessionOpened
@@ -72,37 +71,3 @@ def test_an_end_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(ended, OperationEnded)
     assert ended.error == {"category": "user", "error": "no such key"}
     assert (model.done, model.next) == (2, None)
-
-
-def _served(turns: Turns, costs: dict[str, int], count: int) -> str:
-    return "".join(turns.next(costs) for _ in range(count))
-
-
-@pytest.mark.parametrize("cost", [1, 256, 100_000])
-def test_who_comes_waits_for_one_operation_at_most(cost: int) -> None:
-    """Beside a model whose operations wait without end, and however small those are."""
-    turns = Turns()
-    assert _served(turns, {"a": cost}, 1000) == "a" * 1000
-    for _ in range(20):
-        assert "b" in _served(turns, {"a": cost, "b": cost}, 2)
-        _served(turns, {"a": cost}, 3)
-
-
-def test_models_have_equally_many_tokens() -> None:
-    """Whatever their operations cost; nobody is given what it left unused."""
-    turns = Turns()
-    _served(turns, {"a": 10}, 50)
-    served = _served(turns, {"a": 10, "b": 30, "c": 60}, 300)
-    tokens = {name: served.count(name) * cost for name, cost in (("a", 10), ("b", 30), ("c", 60))}
-    assert max(tokens.values()) - min(tokens.values()) <= 60
-
-
-def test_a_pause_does_not_pay() -> None:
-    """A model that comes back at once goes on where it was: large operations of one that pauses between them
-    are followed by as many tokens of the others."""
-    turns = Turns()
-    served = ""
-    for _ in range(30):
-        served += turns.next({"a": 10, "b": 100})
-        served += turns.next({"a": 10})
-    assert served.count("b") * 100 <= served.count("a") * 10 + 100
