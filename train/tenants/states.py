@@ -45,12 +45,17 @@ def write_factors(
 
 
 def write_state(
-    store: Path, run: str, number: int, state: State, probe: Probe, lora: LoraConfig, base: str
+    store: Path, run: str, number: int, state: State, probe: Probe | None, lora: LoraConfig, base: str
 ) -> str:
-    """Write the state behind an operation, durably; as `write_factors`."""
+    """Write the state behind an operation, durably; as `write_factors`.
+
+    Args:
+        probe: None where nobody samples with it.
+    """
     with _folder(store, run, number) as (building, name):
         write_adapter(building, state.adapter, lora, base)
-        write_probe(building, probe)
+        if probe is not None:
+            write_probe(building, probe)
         for file, tensors in ((OPTIMIZER, state.optimizer), (GRADIENTS, state.gradients)):
             save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, building / file)
             fsync_file(building / file)
