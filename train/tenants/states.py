@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,26 +27,34 @@ from rollbook.train.checkpoints.export import write_adapter
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.tenants.model import State
 
+Probing = Callable[[], Probe]
+"""Has the model with the factors make what it makes of the fixed sequence."""
 OPTIMIZER, GRADIENTS = "optimizer.safetensors", "gradients.safetensors"
 
 
 def write_factors(
-    store: Path, run: str, number: int, factors: Tensors, probe: Probe, lora: LoraConfig, base: str
+    store: Path, run: str, number: int, factors: Tensors, probe: Probing, lora: LoraConfig, base: str
 ) -> str:
     """Write the factors behind an operation, durably; returns their folder, relative to the store's.
 
     Args:
-        probe: what the model with them makes of the fixed sequence.
+        probe: computed while they are written.
         base: what the model beside them is called.
     """
     with _folder(store, run, number) as (building, name):
-        write_adapter(building, factors, lora, base)
-        write_probe(building, probe)
+        _write_probed(building, factors, probe, lora, base)
     return name
 
 
+def _write_probed(folder: Path, factors: Tensors, probe: Probing, lora: LoraConfig, base: str) -> None:
+    with ThreadPoolExecutor(1) as disk:
+        written = disk.submit(write_adapter, folder, factors, lora, base)
+        write_probe(folder, probe())
+        written.result()
+
+
 def write_state(
-    store: Path, run: str, number: int, state: State, probe: Probe | None, lora: LoraConfig, base: str
+    store: Path, run: str, number: int, state: State, probe: Probing | None, lora: LoraConfig, base: str
 ) -> str:
     """Write the state behind an operation, durably; as `write_factors`.
 
@@ -53,9 +62,10 @@ def write_state(
         probe: None where nobody samples with it.
     """
     with _folder(store, run, number) as (building, name):
-        write_adapter(building, state.adapter, lora, base)
-        if probe is not None:
-            write_probe(building, probe)
+        if probe is None:
+            write_adapter(building, state.adapter, lora, base)
+        else:
+            _write_probed(building, state.adapter, probe, lora, base)
         for file, tensors in ((OPTIMIZER, state.optimizer), (GRADIENTS, state.gradients)):
             save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, building / file)
             fsync_file(building / file)

@@ -182,9 +182,9 @@ class Worker:
         """Where the state behind an operation was written, if it is to be."""
         where, what = (self._store, model.run, accepted.number), (here.lora, self._base.name)
         if accepted.operation in SAVES_OF_FACTORS:
-            return write_factors(*where, here.held().adapter, here.probe(), *what)
+            return write_factors(*where, here.held().adapter, here.probe, *what)
         if accepted.operation in SAVES:
-            return write_state(*where, here.held(), here.probe(), *what)
+            return write_state(*where, here.held(), here.probe, *what)
         if self._is_due(model, accepted):
             return write_state(*where, here.held(), None, *what)
         return None
