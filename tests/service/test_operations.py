@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollbook.service.worker import QUANTUM, Turns
+from rollbook.service.worker import Turns
 from rollbook.store.errors import RequestError
 from rollbook.store.events import (
     Json,
@@ -214,28 +214,46 @@ def test_names_of_runs_are_names_of_folders() -> None:
 # Turns ----------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 4 * QUANTUM), min_size=1, max_size=5), st.integers(1, 300))
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=5), st.integers(1, 300))
 def test_every_model_gets_its_share(costs: list[int], rounds: int) -> None:
-    """In tokens: models that always have an operation get the same but for one operation and one turn."""
+    """In tokens: models that always have an operation get the same but for one operation of each."""
     turns, had = Turns(), {str(i): 0 for i in range(len(costs))}
-    asked = {str(i): cost + 1 for i, cost in enumerate(costs)}
+    asked = {str(i): cost for i, cost in enumerate(costs)}
     for _ in range(rounds):
         model = turns.next(asked)
         had[model] += asked[model]
-    assert max(had.values()) - min(had.values()) <= max(asked.values()) + QUANTUM
+    assert max(had.values()) - min(had.values()) <= max(costs)
 
 
-def test_a_model_that_waits_comes_before_the_next_operations_of_another() -> None:
-    """One that pipelines without end lets a second one in behind at most one turn of its own."""
+def _served(turns: Turns, costs: dict[str, int], count: int) -> str:
+    return "".join(turns.next(costs) for _ in range(count))
+
+
+@pytest.mark.parametrize("cost", [1, 256, 100_000])
+def test_who_comes_waits_for_one_operation_at_most(cost: int) -> None:
+    """Beside a model whose operations wait without end, and however small those are."""
     turns = Turns()
-    for _ in range(50):
-        assert turns.next({"first": QUANTUM}) == "first"
-    assert [turns.next({"first": QUANTUM, "second": QUANTUM}) for _ in range(3)].count("second") >= 1
+    assert _served(turns, {"a": cost}, 1000) == "a" * 1000
+    for _ in range(20):
+        assert "b" in _served(turns, {"a": cost, "b": cost}, 2)
+        _served(turns, {"a": cost}, 3)
 
 
 def test_a_model_without_operations_saves_nothing_up() -> None:
-    """What it did not use is not kept."""
+    """One that comes behind many operations of another is not given as many."""
     turns = Turns()
-    turns.next({"a": 1, "b": 1})
-    turns.next({"b": 1})
-    assert set(turns.left) == {"b"}
+    _served(turns, {"a": 10}, 50)
+    assert _served(turns, {"a": 10, "b": 10}, 20).count("b") == 10
+    _served(turns, {"b": 10}, 50)
+    assert {*turns.ends} == {"b"}
+
+
+def test_a_pause_does_not_pay() -> None:
+    """A model that comes back at once goes on where it was: large operations of one that pauses between them
+    are followed by as many tokens of the others."""
+    turns = Turns()
+    served = ""
+    for _ in range(30):
+        served += turns.next({"a": 10, "b": 100})
+        served += turns.next({"a": 10})
+    assert served.count("b") * 100 <= served.count("a") * 10 + 100

@@ -18,7 +18,7 @@ from rollbook.train.config.lora import LoraConfig
 from rollbook.train.ranks.backend import AdamSettings
 from rollbook.train.tenants.base import Base
 from rollbook.train.tenants.bodies import sent_body
-from rollbook.train.tenants.history import whole
+from rollbook.train.tenants.history import wholes
 from rollbook.train.tenants.model import ClientModel
 from rollbook.train.tenants.operations import (
     CHANGES,
@@ -65,7 +65,8 @@ def effect_of(here: ClientModel, accepted: OperationAccepted, store: Path) -> Ef
         raise RequestError(400, "refused", why)
     if accepted.operation in PASSES:
         sent = read_pass(sent_body("protobuf", accepted.body), PASS_LIMITS)
-        outputs, metrics = here.run_pass(sent, accepted.resolved["keys"])
+        settings = accepted.resolved  # passes of before there were packed ones are padded, as they ran
+        outputs, metrics = here.run_pass(sent, settings["keys"], packed=settings.get("packed", False))
         answer = write_outputs(outputs, metrics)
         changed = {} if sent.forward_only else here.digests("gradients")
         result = {"protobuf": base64.b64encode(answer).decode()}
@@ -160,9 +161,9 @@ def model_before(base: Base, log: Store, model: ModelOperations, number: int) ->
         raise RequestError(400, "no_model", f"model {model.model_id} could not be made: make another")
     start, since = start_before(model, number)
     here = started(base, log.path, model, start)
-    for operation in since:
-        if operation.succeeded and operation.accepted.operation in CHANGES:
-            check_again(operation, effect_of(here, whole(log, operation), log.path))
+    again = [o for o in since if o.succeeded and o.accepted.operation in CHANGES]
+    for operation, accepted in zip(again, wholes(log, again), strict=True):
+        check_again(operation, effect_of(here, accepted, log.path))
     return here
 
 

@@ -1,9 +1,9 @@
-"""The operations of a log, and one with its body."""
+"""The operations of a log, and those with their bodies."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
@@ -121,3 +121,26 @@ def whole(log: Store, operation: Operation) -> OperationAccepted:
     accepted = record_at(log, operation.accepted_at)
     assert isinstance(accepted, OperationAccepted)
     return replace(operation.accepted, body=accepted.body)
+
+
+def wholes(log: Store, operations: Sequence[Operation]) -> Iterator[OperationAccepted]:
+    """Operations with their bodies, in this order, by one reading of the log. Few are in memory at once, if
+    they came in about that order."""
+    seqs: dict[str, list[int]] = {}
+    for operation in operations:
+        if operation.ended is not None:
+            lane, seq = operation.accepted_at
+            seqs.setdefault(lane, []).append(seq)
+    places = {(lane, seq) for lane, own in seqs.items() for seq in own}
+    start, cut = ({lane: at(own) for lane, own in seqs.items()} for at in (min, max))
+    came = log.events_of({OperationAccepted.KIND}, {lane: seq + 1 for lane, seq in cut.items()}, start)
+    early: dict[Place, Any] = {}
+    for operation in operations:
+        if operation.ended is None:
+            yield operation.accepted
+            continue
+        while operation.accepted_at not in early:
+            event = next(came)
+            if (place := (event.lane, event.seq)) in places:
+                early[place] = event.record
+        yield replace(operation.accepted, body=early.pop(operation.accepted_at).body)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,14 +38,20 @@ def write_trained(store: Path, run: str, number: int, model: ClientModel, base: 
     """Write what a model trains as it is behind an operation, durably; returns the folder, relative to the
     store's."""
     with _folder(store, run, number) as (building, name):
-        _write_trained(building, model, base)
+        _write_trained(building, model, base, sampled=True)
     return name
 
 
-def write_state(store: Path, run: str, number: int, model: ClientModel, base: Base) -> str:
-    """Write the whole state behind an operation, durably; as `write_trained`."""
+def write_state(
+    store: Path, run: str, number: int, model: ClientModel, base: Base, *, sampled: bool = True
+) -> str:
+    """Write the whole state behind an operation, durably; as `write_trained`.
+
+    Args:
+        sampled: whether something may sample with it.
+    """
     with _folder(store, run, number) as (building, name):
-        _write_trained(building, model, base)
+        _write_trained(building, model, base, sampled)
         for part, tensors in model.state(*TO_GO_ON).parts.items():
             file = building / f"{part}.safetensors"
             save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file)
@@ -52,11 +59,14 @@ def write_state(store: Path, run: str, number: int, model: ClientModel, base: Ba
     return name
 
 
-def _write_trained(building: Path, model: ClientModel, base: Base) -> None:
+def _write_trained(building: Path, model: ClientModel, base: Base, sampled: bool) -> None:
     tensors = model.state(model.trained).parts[model.trained]
     if model.lora is not None:
-        write_adapter(building, tensors, model.lora, base.name)
-        write_probe(building, model.probe())
+        with ThreadPoolExecutor(1) as disk:  # which takes as long as what is computed meanwhile
+            written = disk.submit(write_adapter, building, tensors, model.lora, base.name)
+            if sampled:
+                write_probe(building, model.probe())
+            written.result()
         return
     copy_along(base.folder, building)
     save_weights(tensors, building, base.folder)

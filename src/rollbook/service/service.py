@@ -270,7 +270,8 @@ class TrainingService:
             return {"refused": error.message}
         tokens = sum(len(datum.tokens) for datum in sent.data)
         data = settings_of_data(sent, self._operations.origins, caller)
-        return {"loss": sent.loss, "keys": keys, "tokens": tokens * (1 if sent.forward_only else 3)} | data
+        tokens *= 1 if sent.forward_only else 3
+        return {"loss": sent.loss, "keys": keys, "packed": True, "tokens": tokens} | data
 
     async def refuse(self, sent: Unusable, operation: str, caller: str | None) -> Json:
         """Accept an operation that cannot be done, and fails when its number comes."""

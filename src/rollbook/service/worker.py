@@ -45,8 +45,8 @@ from rollbook.train.tenants.operations import (
 from rollbook.train.tenants.states import write_state, write_trained
 from rollbook.train.tenants.steps import committed_step, planned_step
 
-QUANTUM = 8192
-"""Tokens that a model may have done in its turn; what it does not use up is kept while it has operations."""
+LEAST_COST = 256
+"""Tokens that an operation counts for at least: a step has none, and takes time as well."""
 STEPS_BETWEEN = 50
 """Optimizer steps after which a model's state is written: so many run again after a crash, at most."""
 LOOK_S = 0.5
@@ -58,13 +58,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Turns:
-    """Whose operation is next: deficit round robin over models (Shreedhar and Varghese 1995), in tokens.
+    """Whose operation is next: start-time fair queueing over models (Goyal, Vin and Cheng 1996), in tokens.
 
-    A model is served until its next operation costs more than it has left; then it waits for its next turn.
+    An operation begins where that before it of its model ends, or where the one under way begins, if that is
+    later; the first to begin is next. So models that have operations have equally many tokens, and one that
+    had none waits for no more than the operation under way and one of each other model.
     """
 
-    left: dict[str, int] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
+    ends: dict[str, int] = field(default_factory=dict)
+    """Where the last operation of each model ends that has had more than others."""
+    under_way: int = 0
+    """Where the operation under way begins."""
 
     def next(self, costs: Mapping[str, int]) -> str:
         """The model to be served.
@@ -72,21 +76,12 @@ class Turns:
         Args:
             costs: of the next operation of each model that has one; not empty.
         """
-        for model_id in [*self.order]:
-            if model_id not in costs:
-                self.order.remove(model_id)
-                del self.left[model_id]
-        for model_id in costs:
-            if model_id not in self.left:
-                self.order.append(model_id)
-                self.left[model_id] = QUANTUM
-        while True:
-            first = self.order[0]
-            if costs[first] <= self.left[first]:
-                self.left[first] -= costs[first]
-                return first
-            self.order.append(self.order.pop(0))
-            self.left[first] += QUANTUM
+        self.ends = {model_id: end for model_id, end in self.ends.items() if end > self.under_way}
+        begins = {model_id: self.ends.get(model_id, self.under_way) for model_id in costs}
+        first = min(begins, key=begins.__getitem__)
+        self.under_way = begins[first]
+        self.ends[first] = begins[first] + costs[first]
+        return first
 
 
 class Worker:
@@ -213,8 +208,10 @@ class Worker:
         what = self._store, model.run, accepted.number, here, self._base
         if accepted.operation in SAVES_WITHOUT_OPTIMIZER:
             return write_trained(*what)
-        if accepted.operation in SAVES or self._is_due(model, accepted):
+        if accepted.operation in SAVES:
             return write_state(*what)
+        if self._is_due(model, accepted):
+            return write_state(*what, sampled=False)
         return None
 
     def _is_due(self, model: ModelOperations, accepted: OperationAccepted) -> bool:
@@ -283,4 +280,4 @@ def published(
 
 
 def _cost(accepted: OperationAccepted) -> int:
-    return int(accepted.resolved.get("tokens", 0))
+    return max(int(accepted.resolved.get("tokens", 0)), LEAST_COST)
