@@ -44,7 +44,7 @@ def log(tmp_path: Path) -> Store:
 
 def test_bodies_come_in_the_order_of_operations(log: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those that ended by one reading, which leaves out what lies before and behind them."""
-    operations = fold_operations(log).models[MODEL].operations
+    operations = fold_operations(log).operations.models[MODEL].operations
     readings: list[Any] = []
     real = Store.events_of
 

@@ -65,8 +65,7 @@ def effect_of(here: ClientModel, accepted: OperationAccepted, store: Path) -> Ef
         raise RequestError(400, "refused", why)
     if accepted.operation in PASSES:
         sent = read_pass(sent_body("protobuf", accepted.body), PASS_LIMITS)
-        settings = accepted.resolved  # passes of before there were packed ones are padded, as they ran
-        outputs, metrics = here.run_pass(sent, settings["keys"], packed=settings.get("packed", False))
+        outputs, metrics = here.run_pass(sent, accepted.resolved["keys"])
         answer = write_outputs(outputs, metrics)
         changed = {} if sent.forward_only else here.digests("gradients")
         result = {"protobuf": base64.b64encode(answer).decode()}

@@ -28,7 +28,7 @@ from rollbook.train.tenants.operations import FACTORS, GRADIENTS, OPTIMIZER, WHO
 from rollbook.train.tenants.wire import Datum, Pass
 
 PASS_TOKENS = 8192
-"""Tokens of a forward pass, with its padding if it has any; a longer datum is a pass of its own."""
+"""Tokens of a forward pass; a longer datum is a pass of its own."""
 MOST_SQUARE = float(torch.finfo(torch.float32).max)
 """The square of gradients' norm is below it, so that the optimizer's numbers are finite."""
 TARGETS = "target_tokens"
@@ -69,7 +69,7 @@ class State:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassBatch(MicroBatch):
-    """Datums of a pass, one after the other or padded to the longest; `datums` are as they were sent."""
+    """Datums of a pass, one after the other; `datums` are as they were sent."""
 
     datums: tuple[Datum, ...] = ()
 
@@ -128,18 +128,13 @@ class ClientModel:
         self._policy.load_optimizer_state(state.parts[OPTIMIZER])
         self._gradients = {name: tensor.clone() for name, tensor in state.parts[GRADIENTS].items()}
 
-    def run_pass(
-        self, sent: Pass, keys: Mapping[str, float], packed: bool
-    ) -> tuple[list[Outputs], dict[str, float]]:
+    def run_pass(self, sent: Pass, keys: Mapping[str, float]) -> tuple[list[Outputs], dict[str, float]]:
         """The outputs of each datum, and metrics; a backward pass adds all its gradients, or none.
-
-        Args:
-            packed: no padding is computed.
 
         Raises:
             RequestError: 400, a number that it comes to is not finite.
         """
-        batches = list(_batches(sent.data, packed))
+        batches = list(_batches(sent.data))
         read = partial(_scored, loss=sent.loss, keys=keys)
         if sent.forward_only:
             results = self._policy.forward(batches, read)
@@ -158,7 +153,7 @@ class ClientModel:
         ids = probe_ids(self.shape.vocab, self.shape.context)
         datum = Datum(ids[:-1], {TARGETS: ids[1:].astype(np.int64)}, (), ())
         read = partial(_scored, loss="cross_entropy", keys={})
-        [(_, [outputs])] = self._policy.forward([_batch((datum,), packed=False)], read)
+        [(_, [outputs])] = self._policy.forward([_batch((datum,))], read)
         return Probe(ids, outputs["logprobs"], self._dtype)
 
     def _add_gradients(self) -> None:
@@ -182,26 +177,24 @@ class ClientModel:
         return {"gradient_norm:mean": norm, "pending_gradients:sum": float(pending)}
 
 
-def _batches(data: Sequence[Datum], packed: bool) -> Iterator[PassBatch]:
+def _batches(data: Sequence[Datum]) -> Iterator[PassBatch]:
     """The datums in order, as many to a forward pass as fit."""
     begin = 0
     while begin < len(data):
-        end, longest, tokens = begin, 0, 0
+        end, tokens = begin, 0
         while end < len(data):
-            count = len(data[end].tokens)
-            longest, tokens = max(longest, count), tokens + count
-            computed = tokens if packed else longest * (end + 1 - begin)
-            if end > begin and computed > PASS_TOKENS:
+            tokens += len(data[end].tokens)
+            if end > begin and tokens > PASS_TOKENS:
                 break
             end += 1
-        yield _batch(tuple(data[begin:end]), packed=packed)
+        yield _batch(tuple(data[begin:end]))
         begin = end
 
 
-def _batch(datums: tuple[Datum, ...], *, packed: bool) -> PassBatch:
+def _batch(datums: tuple[Datum, ...]) -> PassBatch:
     lengths = np.array([len(datum.tokens) for datum in datums], np.int64)
-    # Packed, logits are computed of places whose next token counts: one behind the last makes it all places.
-    shape = (len(datums), int(lengths.max()) + packed)
+    # Logits are computed of places whose next token counts: one behind the last makes it all places.
+    shape = (len(datums), int(lengths.max()) + 1)
     tokens = np.zeros(shape, np.int64)
     for row, datum in enumerate(datums):
         tokens[row, : len(datum.tokens)] = datum.tokens
@@ -213,7 +206,7 @@ def _batch(datums: tuple[Datum, ...], *, packed: bool) -> PassBatch:
         np.ones(shape, np.float32),
         zeros,
         np.full(shape, -1),
-        lengths=lengths if packed else None,
+        lengths=lengths,
         datums=datums,
     )
 
@@ -223,14 +216,13 @@ Scored = tuple[torch.Tensor, list[Outputs]]
 
 
 def _scored(logits: torch.Tensor, micro: MicroBatch, *, loss: str, keys: Mapping[str, float]) -> Scored:
-    """The losses of logits [B, T, V], or [N, V] of datums one after the other."""
+    """The losses of logits [N, V] of all tokens, datum after datum."""
     assert isinstance(micro, PassBatch)
     total, outputs = logits.new_zeros((), dtype=torch.float32), list[Outputs]()
-    counts = [len(datum.tokens) for datum in micro.datums]
-    rows = logits.split(counts) if logits.dim() == 2 else logits
-    for datum, count, row in zip(micro.datums, counts, rows, strict=True):
+    rows = logits.split([len(datum.tokens) for datum in micro.datums])
+    for datum, row in zip(micro.datums, rows, strict=True):
         targets = _placed(datum.inputs[TARGETS], logits.device)
-        distributions = row[:count].float().log_softmax(-1)
+        distributions = row.float().log_softmax(-1)
         wide = targets.unsqueeze(-1) if targets.dim() == 1 else targets
         logprobs = distributions.gather(-1, wide).view(targets.shape)
         inputs = {n: _placed(v, logits.device) for n, v in datum.inputs.items() if n != TARGETS}

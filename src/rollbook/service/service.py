@@ -271,7 +271,7 @@ class TrainingService:
         tokens = sum(len(datum.tokens) for datum in sent.data)
         data = settings_of_data(sent, self._operations.origins, caller)
         tokens *= 1 if sent.forward_only else 3
-        return {"loss": sent.loss, "keys": keys, "packed": True, "tokens": tokens} | data
+        return {"loss": sent.loss, "keys": keys, "tokens": tokens} | data
 
     async def refuse(self, sent: Unusable, operation: str, caller: str | None) -> Json:
         """Accept an operation that cannot be done, and fails when its number comes."""
