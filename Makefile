@@ -86,7 +86,7 @@ $(PARITY_ENV)/.installed: tests/parity/requirements.txt | $(UV_HOME)/$(UV_VERSIO
 	@touch $@
 
 test-service: $(STAMP) $(SERVICE)/.installed  ## the real Tinker client against the training service
-	$(BIN)/pytest -m service $(call MARKED,service)
+	$(PYTEST) -m service $(call MARKED,service)
 
 $(SERVICE)/.installed: tests/service/requirements.txt | $(UV_HOME)/$(UV_VERSION)
 	@echo "setting up $(SERVICE) (seconds)"

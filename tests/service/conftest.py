@@ -134,7 +134,7 @@ class Service:
             self.process.wait(30)
 
 
-def begun(file: str, url: str, what: str, **options: Any) -> subprocess.Popen[str]:
+def begun(file: str, url: str, what: str, /, **options: Any) -> subprocess.Popen[str]:
     """A program of the client's that begins."""
     words = [str(PYTHON), str(HERE / file), url, what, json.dumps(options)]
     return subprocess.Popen(

@@ -380,3 +380,22 @@ def test_thousands_of_samples_at_once(stage: Stage) -> None:
         assert stage.attacker.send("cancel_future", {"request_id": one["request_id"]}).status_code == 204
     for one in taken:
         stage.attacker.result(one)
+
+
+def test_limits_are_the_configurations(service_at: Callable[..., Service]) -> None:
+    """Of what waits at once, and of ranks."""
+    limits = ("limits.pending=2", "limits.rank=4")
+    service = service_at("limited", *(word for limit in limits for word in ("--set", limit)))
+    client = RawClient(service.url, "tml-any")
+    lora = {
+        "session_id": client.session_id,
+        "model_seq_id": 9,
+        "lora_config": {"rank": 5},
+        "base_model": BASE,
+    }
+    refused = client.send("create_model", lora)
+    assert (refused.status_code, "limits.rank" in refused.json()["detail"]) == (400, True)
+    model_id = client.model()
+    statuses = [client.send("forward_backward", pass_of(model_id, n, good())).status_code for n in (3, 4, 5)]
+    assert statuses == [200, 200, 429]
+    client.close()

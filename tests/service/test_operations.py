@@ -19,8 +19,7 @@ from rollbook.store.events import (
     SessionOpened,
 )
 from rollbook.train.tenants.operations import (
-    MOST_PENDING,
-    MOST_SAMPLING,
+    Bounds,
     Operations,
     path_of,
     request_id_of,
@@ -91,11 +90,11 @@ def test_a_repetition_is_known_by_its_body(operations: Operations) -> None:
 
 def test_the_next_operation_is_never_refused_for_others_that_wait(operations: Operations) -> None:
     """Where later ones came first, those wait for it."""
-    for number in range(2, MOST_PENDING + 2):
+    for number in range(2, Bounds().pending + 2):
         assert not operations.repeated(accepted(number))
         operations.add(accepted(number))
     with pytest.raises(RequestError, match="256 operations of s1:train:0 wait") as error:
-        operations.repeated(accepted(MOST_PENDING + 2))
+        operations.repeated(accepted(Bounds().pending + 2))
     assert error.value.status == 429
     assert not operations.repeated(accepted(1))
 
@@ -165,25 +164,25 @@ def test_what_is_sampled_is_no_operation_of_a_model(operations: Operations) -> N
     assert [*operations.sampling] == ["s1:sample:0:7"]
     assert operations.sequences == {"s1": 128}
     assert [*operations.models] == [MODEL]
-    operations.add(sample(8, MOST_SAMPLING - 128))
+    operations.add(sample(8, Bounds().sequences - 128))
     assert operations.repeated(sample(7, 128))
-    with pytest.raises(RequestError, match=f"{MOST_SAMPLING} sequences of session s1 are sampled") as error:
+    with pytest.raises(RequestError, match="4096 sequences of session s1 are sampled") as error:
         operations.repeated(sample(9, 1))
     assert error.value.status == 429
 
 
 def test_what_is_being_written_counts(operations: Operations) -> None:
     """Requests that came at the same moment find no room that each thinks is its own."""
-    coming = [accepted(number) for number in range(2, MOST_PENDING + 2)]
-    assert not operations.repeated(accepted(MOST_PENDING + 2), coming[1:])
+    coming = [accepted(number) for number in range(2, Bounds().pending + 2)]
+    assert not operations.repeated(accepted(Bounds().pending + 2), coming[1:])
     with pytest.raises(RequestError, match="256 operations of s1:train:0 wait"):
-        operations.repeated(accepted(MOST_PENDING + 2), coming)
+        operations.repeated(accepted(Bounds().pending + 2), coming)
     assert not operations.repeated(accepted(1), coming)
 
 
 def test_bytes_that_wait_are_bounded(operations: Operations, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what was sent and has not ended; one operation may have more."""
-    monkeypatch.setattr("rollbook.train.tenants.operations.MOST_PENDING_BYTES", 100)
+    operations.bounds = Bounds(bytes=100)
 
     def large(number: int) -> OperationAccepted:
         return replace(accepted(number), body={"protobuf": "x" * 60})

@@ -25,12 +25,6 @@ from rollbook.store.events import (
 )
 from rollbook.train.tenants.origins import Origins
 
-MOST_PENDING = 256
-"""Operations of a model that wait at once."""
-MOST_PENDING_BYTES = 256 << 20
-"""Bytes of what was sent with them, as events have it."""
-MOST_SAMPLING = 4096
-"""Sequences that are sampled at once, or wait, for the samplers of a session."""
 MOST_SAMPLED = 1 << 16
 """Requests to sample that ended and are known without the log; of more, the newest."""
 MOST_SHOWN = 200
@@ -59,6 +53,20 @@ CHANGES = (PASS, STEP, LOAD)
 """What changes a model's state."""
 SCHEME = "tinker://"
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What may be under way at once.
+
+    Attributes:
+        pending: operations of a model that wait; bytes: of what was sent with them, as events have it.
+        sequences: that are sampled, or wait, for the samplers of a session.
+    """
+
+    pending: int = 256
+    bytes: int = 256 << 20
+    sequences: int = 4096
 
 
 @dataclass(slots=True)
@@ -198,6 +206,7 @@ class Operations:
         gone: by checkpoint, the operation that wrote weights which are not there any more.
         sampled: requests to sample that ended, in this order.
         older: by sampler, the highest number of those that are known to the log alone.
+        bounds: of what is accepted.
         freed: checkpoints whose files are removed, or about to be.
     """
 
@@ -217,6 +226,7 @@ class Operations:
     freed: set[str] = field(default_factory=set)
     sampled: deque[str] = field(default_factory=deque)
     older: dict[str, int] = field(default_factory=dict)
+    bounds: Bounds = Bounds()
 
     @property
     def over(self) -> Set[str]:
@@ -404,7 +414,7 @@ class Operations:
             others = [other for other in coming if other.model_id == wanted.model_id]
             count = model.pending + len(others)
             size = model.bytes + sum(map(size_of, [*others, wanted]))
-            if count >= MOST_PENDING or (count and size > MOST_PENDING_BYTES):
+            if count >= self.bounds.pending or (count and size > self.bounds.bytes):
                 text = f"{count} operations of {wanted.model_id} wait, with {size} bytes: try again"
                 raise RequestError(429, "too_many_pending", text)
         return False
@@ -413,7 +423,7 @@ class Operations:
         session_id = session_of(wanted.model_id)
         others = (o for o in coming if o.operation == SAMPLE and session_of(o.model_id) == session_id)
         count = self.sequences[session_id] + sum(len(other.resolved["sequence_ids"]) for other in others)
-        if count and count + len(wanted.resolved["sequence_ids"]) > MOST_SAMPLING:
+        if count and count + len(wanted.resolved["sequence_ids"]) > self.bounds.sequences:
             text = f"{count} sequences of session {session_id} are sampled or wait: try again"
             raise RequestError(429, "too_many_pending", text)
 

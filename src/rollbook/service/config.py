@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from rollbook.store.config import Table, describe_invalid, invalid_values, override, read_toml
 from rollbook.store.errors import ConfigError
+from rollbook.train.tenants.operations import Bounds
 
 
 class SamplerConfig(Table):
@@ -26,6 +27,23 @@ class SamplerConfig(Table):
     """Of `embedded`: tokens of one forward pass, at most."""
     cache_blocks: Annotated[int, Field(ge=1)] = 64
     """Of `embedded`: size of the KV cache in blocks of 256 tokens."""
+
+
+class LimitsConfig(Table):
+    """What clients may ask for; of more they are told to come again, or why not."""
+
+    pending: Annotated[int, Field(ge=1)] = 256
+    """Operations of a model that wait at once."""
+    pending_mib: Annotated[int, Field(ge=1)] = 256
+    """MiB of what was sent with them."""
+    sequences: Annotated[int, Field(ge=1)] = 4096
+    """Sequences of a session that are sampled at once, or wait."""
+    rank: Annotated[int, Field(ge=1, le=256)] = 256
+    """Of adapters."""
+
+    def bounds(self) -> Bounds:
+        """Of what may be under way."""
+        return Bounds(self.pending, self.pending_mib << 20, self.sequences)
 
 
 class ServiceConfig(Table):
@@ -58,6 +76,7 @@ class ServiceConfig(Table):
     weights, gradients and an optimizer of its own. The others are on the host's disk until their next
     operation. 0: clients train adapters alone."""
     sampler: SamplerConfig = SamplerConfig()
+    limits: LimitsConfig = LimitsConfig()
 
     @model_validator(mode="after")
     def _check_trained(self) -> ServiceConfig:

@@ -67,7 +67,8 @@ def serve_service(
     with _journal(config, log, config.trains, served.digest) as journal:
         worker = None if base is None else Worker(journal, base, config.models, config.full)
         sampler = _sampler(config, journal, served, engine_keys)
-        service = TrainingService(journal, served.name, served.shape, sampler, worker, config.full > 0)
+        rank = config.limits.rank
+        service = TrainingService(journal, served.name, served.shape, sampler, worker, rank, config.full > 0)
         serve_alone(lambda mine: build_service_app(service, keys, mine), host, port, announce)
 
 
@@ -137,6 +138,7 @@ def _journal(config: ServiceConfig, log: Store, trains: bool, digest: str) -> It
     with log.claim("service", remedy, shared=config.shared), _writer(log, config.shared) as writer:
         order = SharedOrder(log, writer.lane, writer.recovered.next_seq, trains) if config.shared else None
         journal = Journal(log, writer, order)
+        journal.operations.bounds = config.limits.bounds()
         journal.open([Event(opened, run=RUN)])
         yield journal
 

@@ -76,7 +76,7 @@ class TrainingService:
         base_model: what clients call the model whose weights all share; shape: of it.
         sampler: samples for clients; None: nothing is sampled here.
         worker: does the operations of models; None: other processes do.
-        trains_whole: whether whole models are made.
+        most_rank: of adapters; trains_whole: whether whole models are made.
     """
 
     def __init__(
@@ -86,11 +86,12 @@ class TrainingService:
         shape: ModelShape,
         sampler: Sampler | None,
         worker: Worker | None,
+        most_rank: int,
         trains_whole: bool = False,
     ) -> None:
         self.base_model, self._shape, self._sampler = base_model, shape, sampler
         self._journal, self._operations, self._worker = journal, journal.operations, worker
-        self._trains_whole = trains_whole
+        self._most_rank, self._trains_whole = most_rank, trains_whole
         self.weights, self.downloads = Weights(journal, base_model), Downloads(journal)
         self.lists = Lists(journal, base_model)
 
@@ -173,12 +174,12 @@ class TrainingService:
         if sent.base_model != self.base_model:
             text = f"base_model {sent.base_model[:80]!r} is not served: use {self.base_model!r}"
             raise RequestError(400, "unknown_base_model", text)
-        if (asked := sent.lora_config) is None:
-            self._check_whole()
+        asked, model_id = sent.lora_config, model_id_of(sent.session_id, sent.model_seq_id)
+        if request_id_of(model_id, CREATE) not in self._operations.by_request:
+            self._check_trained(None if asked is None else asked.rank)
         lora = None if asked is None else asked.config().model_dump(mode="json")
         seed = 0 if asked is None else asked.seed
         body = sent.model_dump(mode="json")
-        model_id = model_id_of(sent.session_id, sent.model_seq_id)
         drawn = secrets.randbelow(1 << 31) if seed is None else seed
         self._check_free(model_id)
         settings = {"base_model": self.base_model, "lora": lora, "seed": drawn}
@@ -198,22 +199,25 @@ class TrainingService:
         saved = self._with_optimizer(sent.path, caller)
         made = self._operations.models[saved.model_id].operations[CREATE].accepted.resolved
         if made["lora"] is None:
-            self._check_whole()
+            self._check_trained(None)
         # What the path names now: it may be written over before the model is made again.
         settings = made | {"path": sent.path, "optimizer": sent.optimizer}
         settings |= {"checkpoint": saved.checkpoint, "digests": saved.digests}
         settings["user_metadata"] = sent.user_metadata
         return await self._accept(*asked, settings, saved.checkpoint)
 
-    def _check_whole(self) -> None:
-        """Refuse to make a whole model where none are trained.
+    def _check_trained(self, rank: int | None) -> None:
+        """Refuse to make what is not trained here: an adapter of a rank, or (None) a whole model.
 
         Raises:
             RequestError: 400.
         """
-        if not self._trains_whole:
+        if rank is None and not self._trains_whole:
             text = "lora_config: whole models are not trained here: send it, or have the service's CONFIG say"
             raise RequestError(400, "not_supported", f"{text} full = 1")
+        if rank is not None and rank > self._most_rank:
+            text = f"lora_config.rank {rank}: here it is {self._most_rank} at most (limits.rank)"
+            raise RequestError(400, "bad_rank", text)
 
     def _check_free(self, model_id: str) -> None:
         """Refuse to make a model where copies of weights are.
