@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from tests.fakes.clients.raw_tinker import good, pass_of
 from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.service import worker as module
 from rollbook.service.journal import Journal
+from rollbook.service.requests import Adam
 from rollbook.service.worker import Worker
 from rollbook.store import Event
 from rollbook.store.errors import WriteFailedError
 from rollbook.store.events import OperationAccepted, OperationEnded, SessionOpened
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.tenants.base import load_base
+from rollbook.train.tenants.bodies import stored_body
 from rollbook.train.tenants.model import ClientModel
 from rollbook.train.tenants.operations import request_id_of
 
@@ -66,7 +69,7 @@ def test_an_end_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     anything = cast(Any, None)
     journal.metrics.accepted(refused)
     worker = Worker(journal, anything, 4)
-    worker._models[MODEL] = cast(ClientModel, Untouched())
+    worker._models[MODEL], worker._behind[MODEL] = cast(ClientModel, Untouched()), 0
     model = journal.operations.models[MODEL]
     assert model.next is not None
     worker._do(model, model.next)
@@ -75,6 +78,44 @@ def test_an_end_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(ended, OperationEnded)
     assert ended.error == {"category": "user", "error": "no such key"}
     assert (model.done, model.next) == (2, None)
+
+
+def _asked() -> Iterator[OperationAccepted]:
+    """A model, and three steps of it; its weights are saved."""
+    passed = stored_body("protobuf", pass_of(MODEL, 1, good()))
+    keys = {"loss": "cross_entropy", "keys": {}, "tokens": 12, "targets": 4, "turns": [None]}
+    adam = Adam(learning_rate=0.1).resolved()
+    lora = {"rank": 2, "targets": ["q_proj"]}
+    rounds = [("forward_backward", passed, keys | {"versions": [], "rewards": {}}), ("optim_step", {}, adam)]
+    saved = {"kind": "weights", "name": "a", "overwrite": False}
+    what = [("create_model", {}, {"lora": lora, "seed": 1}), *rounds * 3, ("save_weights", {}, saved)]
+    for number, (operation, body, settings) in enumerate(what):
+        named = request_id_of(MODEL, number), MODEL, number
+        yield OperationAccepted(*named, operation, body, f"d{number}", settings)
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_a_model_that_another_worker_went_on_with(tmp_path: Path, most: int) -> None:
+    """Is taken up where that left it, also where an older state of it is in memory."""
+    base = load_base("tiny", fabric.model_folder(), device="cpu", dtype="float32", threads=1, recompute=False)
+    digests = []
+    for name, turns in (("alone", "aaaaaaaa"), ("in turns", "aabbaaba")):
+        log = rb.open(tmp_path / name, create=True)
+        with log.writer("service") as writer:
+            journal = Journal(log, writer)
+            journal.open([Event(SessionOpened("s1", None, {}), "service")])
+            workers = {turn: Worker(journal, base, most) for turn in "ab"}
+            for accepted in _asked():
+                journal.open([Event(accepted, "r")])
+            model = journal.operations.models[MODEL]
+            for turn in turns:
+                assert model.next is not None
+                workers[turn]._do(model, model.next)
+            ends = [operation.ended for operation in model.operations.values()]
+            digests.append([end.digests for end in ends if end is not None and end.error is None])
+            journal.close()
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 8
 
 
 def test_whole_models_are_in_memory_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

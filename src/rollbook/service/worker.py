@@ -100,6 +100,7 @@ class Worker:
         self._idle = IdleStates(self._store / "idle" / journal.order.lane, most_models)
         self._opened = set[str]()
         self._turns = Turns()
+        self._behind: dict[str, int] = {}
         self._own = set[str]()
         self._seen: dict[str, tuple[float, float]] = {}
         self._news, self._stopped = threading.Event(), False
@@ -164,8 +165,9 @@ class Worker:
                 _log.exception("operation %s failed", accepted.request_id)
                 self._models.pop(model.model_id, None)  # it is made again from the log
             records = [OperationEnded(*named, None, failure_of(error), {})]
-        if not self._journal.end([Event(record, run=model.run) for record in records]):
-            self._models.pop(model.model_id, None)
+        if self._journal.end([Event(record, run=model.run) for record in records]):
+            self._behind[model.model_id] = accepted.number
+        else:  # another process has the model
             self._own.discard(model.model_id)
 
     def _done(self, model: ModelOperations, operation: Operation) -> list[Record]:
@@ -221,7 +223,10 @@ class Worker:
         return 1 + sum(operation.accepted.operation == STEP for operation in since) >= STEPS_BETWEEN
 
     def _model(self, model: ModelOperations, accepted: OperationAccepted) -> ClientModel:
-        """The model that an operation is done to."""
+        """The model that an operation is done to, in the state behind the operation before it."""
+        if self._behind.get(model.model_id) != accepted.number - 1:  # another process went on with it
+            self._models.pop(model.model_id, None)
+            self._idle.take(model.run)
         if (held := self._models.get(model.model_id)) is None:
             most = self._most_whole if model.whole else self._most_models
             alike = [name for name in self._models if self._operations.models[name].whole == model.whole]
