@@ -108,12 +108,16 @@ def made(base: Base, store: Path, accepted: OperationAccepted) -> ClientModel:
         ReplayError: those weights are not whole any more.
     """
     settings = accepted.resolved
-    lora = LoraConfig.model_validate_json(orjson.dumps(settings["lora"]))
-    here = ClientModel(base.policy, base.how, lora, settings["seed"])
+    here = ClientModel(base.policy, base.how, lora_of(accepted), settings["seed"])
     if "checkpoint" in settings:
         state = read_state(store, settings["checkpoint"], settings["digests"])
         here.load(state if settings["optimizer"] else state.weights_alone())
     return here
+
+
+def lora_of(accepted: OperationAccepted) -> LoraConfig:
+    """The factors of a model, by the operation that makes it."""
+    return LoraConfig.model_validate_json(orjson.dumps(accepted.resolved["lora"]))
 
 
 def state_behind(operation: Operation) -> str | None:

@@ -22,7 +22,7 @@ from rollbook.store.events import (
     SamplerOpened,
 )
 from rollbook.train.tenants.base import Base
-from rollbook.train.tenants.effects import Effect, effect_of, made, model_before, start_before
+from rollbook.train.tenants.effects import Effect, effect_of, lora_of, made, model_before, start_before
 from rollbook.train.tenants.model import ClientModel
 from rollbook.train.tenants.operations import (
     CREATE,
@@ -198,19 +198,25 @@ class Worker:
     def _model(self, model: ModelOperations, accepted: OperationAccepted) -> ClientModel:
         """The model that an operation is done to."""
         if (held := self._models.get(model.model_id)) is None:
+            idle = None
             while len(self._models) >= self._most_models:
                 model_id, idle = self._models.popitem(last=False)
                 self._idle.put(run_of(model_id), idle.state())
-            held = self._models[model.model_id] = self._made(model, accepted)
+            held = self._models[model.model_id] = self._made(model, accepted, idle)
         self._models.move_to_end(model.model_id)
         return held
 
-    def _made(self, model: ModelOperations, accepted: OperationAccepted) -> ClientModel:
+    def _made(
+        self, model: ModelOperations, accepted: OperationAccepted, idle: ClientModel | None
+    ) -> ClientModel:
+        """A model in the state before an operation; one that is held no more may take that state, since to
+        build another takes long."""
         if accepted.number == CREATE:
             return made(self._base, self._store, accepted)
         if (state := self._idle.take(model.run)) is None:
             return model_before(self._base, self._journal.log, model, accepted.number)
-        here = made(self._base, self._store, model.operations[CREATE].accepted)
+        created = model.operations[CREATE].accepted
+        here = idle if idle and idle.lora == lora_of(created) else made(self._base, self._store, created)
         here.load(state)
         return here
 
