@@ -90,6 +90,11 @@ def test_figures() -> None:
     assert len(service.outcome(MEASURED).spreads) == 23
 
 
+def test_switches_are_counted() -> None:
+    """Of operations behind another one of these models; those of others between them do not count."""
+    assert service._switched(["a", "x", "a", "b", "a", "x", "b", "b"], ["a", "b"]) == 3 / 5
+
+
 def test_sides_that_learn_something_else_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their first losses are compared."""
     losses = iter((5.0, 5.01))
@@ -142,7 +147,7 @@ def test_a_run_in_small(tmp_path: Path) -> None:
         assert all(
             0 < since < called for since, called in zip(latencies.accepted, latencies.called, strict=True)
         )
-    assert measured.switching.share > 0.5
+    assert measured.switching.share > 0
     assert measured.log.operations == 2
     assert 0 < measured.log.sent + measured.log.results < measured.log.grown
     [restart] = measured.restarts
