@@ -58,7 +58,7 @@ test-hostile: $(STAMP)  ## every attack beside honest clients, hostile model fol
 	$(PYTEST) tests/hostile
 
 test-bench: $(STAMP)  ## that the benchmarks measure what they say
-	$(PYTEST) tests/bench
+	$(PYTEST) -m "not service" tests/bench
 
 test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/browser_use/.installed $(CLIENTS)/openenv/.installed  ## real client libraries against the proxy
 	$(BIN)/pytest tests/clients --numprocesses auto --maxprocesses 4
@@ -117,9 +117,9 @@ fmt: $(STAMP)  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## measure against the machine and against peers; a minute each, three for the proxy, eight for the loop and for hostile
+bench: $(STAMP) $(SERVICE)/.installed  ## measure against the machine and against peers; a minute each, three for the proxy, five for the service, eight for the loop and for hostile
 	@ROLLBOOK_UV="$(UV)" $(BIN)/python -m rollbook.bench.litellm_peer > /dev/null || echo "no litellm here: it is left out"
-	@for name in append hostile loop materialize proxy recover replay rollouts scale seal sql sync tail train view; do $(BIN)/python -m bench $$name || exit; done
+	@for name in append hostile loop materialize proxy recover replay rollouts scale seal service sql sync tail train view; do $(BIN)/python -m bench $$name || exit; done
 
 wheel: $(STAMP)  ## build the wheel and check that it works where nothing else is installed
 	bash .ci/wheel

@@ -22,7 +22,7 @@ __all__ = ["Figure", "Outcome", "Spread", "run_bench"]
 
 BENCHES = (
     *("append", "bits", "hostile", "learning", "loop", "materialize", "proxy", "recover", "replay"),
-    *("rollouts", "scale", "seal", "sql", "sync", "tail", "train", "view"),
+    *("rollouts", "scale", "seal", "service", "sql", "sync", "tail", "train", "view"),
 )
 """Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
 SHIPPED = ("append", "bits")

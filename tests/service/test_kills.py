@@ -11,7 +11,7 @@ import pytest
 from tests.service.conftest import BASE, Service, done_by, printed
 
 KILLS = int(os.environ.get("ROLLBOOK_KILLS", "8"))
-STEPS = 2 + KILLS // 2
+STEPS = 2 + 2 * KILLS
 pytestmark = [pytest.mark.service, pytest.mark.timeout(120 + 20 * KILLS)]
 
 
@@ -24,7 +24,7 @@ def test_a_client_does_not_notice(service: Service, service_at: Callable[..., Se
     killed = service_at("killed")
     program, chance, kills = killed.begin("everything", base=BASE, count=STEPS), random.Random(KILLS), 0
     while kills < KILLS and program.poll() is None:
-        time.sleep(1.5 * chance.random())
+        time.sleep(0.4 * chance.random())
         killed.kill()
         killed.start()
         kills += 1
