@@ -241,7 +241,7 @@ def _folders(journal: Journal) -> list[int]:
 def test_weights_expire_by_the_clock(opened: Callable[[], Journal], clock: Clock) -> None:
     """One event says so; their files go, and are gone for good."""
     journal = opened()
-    weights = Weights(journal, "tiny")
+    weights = Weights(journal)
     clock.us = HOUR + 4
     asyncio.run(weights.sweep())
     assert (_folders(journal), journal.saved(STATE, "alice").number) == ([1, 2, 3], 1)
@@ -265,7 +265,7 @@ def test_weights_expire_by_the_clock(opened: Callable[[], Journal], clock: Clock
 def test_nothing_begins_to_refer_to_files_that_go(opened: Callable[[], Journal]) -> None:
     """They stay if something began to before their removal was written; behind that nothing may."""
     journal = opened()
-    weights, rest = Weights(journal, "tiny"), (MODEL, None, 1, "d")
+    weights, rest = Weights(journal), (MODEL, None, 1, "d")
     opening = [SamplerOpened(f"s1:sample:{number}", "s1", "tiny", *rest, at(2)) for number in (1, 2)]
 
     async def delete_in_between() -> None:
@@ -289,7 +289,7 @@ def test_a_removal_that_was_interrupted_is_done_at_the_next_start(opened: Callab
     freed = [changed("deleted", 2, FACTORS), WeightsFreed(MODEL, 2, at(2), 3)]
     asyncio.run(journal.write([Event(record, "r") for record in freed]))
     assert _folders(journal) == [1, 2, 3]
-    weights = Weights(opened(), "tiny")
+    weights = Weights(opened())
 
     async def start_and_stop() -> None:
         weights.start()
@@ -303,7 +303,7 @@ def test_a_removal_that_was_interrupted_is_done_at_the_next_start(opened: Callab
 def test_a_copy_is_made_once(opened: Callable[[], Journal]) -> None:
     """Its request may be repeated, at once or after a crash; where something is, none is made."""
     journal, sent = opened(), CopyWeights(source_path=STATE, destination_project_id="p")
-    weights = Weights(journal, "tiny")
+    weights = Weights(journal)
 
     async def twice() -> list[str]:
         return [*await asyncio.gather(*(weights.copy(sent, "k", "alice") for _ in range(2)))]
@@ -311,10 +311,10 @@ def test_a_copy_is_made_once(opened: Callable[[], Journal]) -> None:
     [path, again] = asyncio.run(twice())
     assert path == again != STATE
     journal = opened()
-    assert asyncio.run(Weights(journal, "tiny").copy(sent, "k", "alice")) == path
+    assert asyncio.run(Weights(journal).copy(sent, "k", "alice")) == path
     assert len([event for event in journal.log.events() if event.kind == "weights.copied"]) == 1
     into = CopyWeights(source_path=STATE, session_id="s1", model_seq_id=4)
-    weights = Weights(journal, "tiny")
+    weights = Weights(journal)
     assert asyncio.run(weights.copy(into, None, "alice")) == path_of("s1:train:4", "weights", "best")
     with pytest.raises(RequestError, match="s1:train:4 is there") as error:
         asyncio.run(weights.copy(into, None, "alice"))

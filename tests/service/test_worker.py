@@ -88,7 +88,11 @@ def _asked() -> Iterator[OperationAccepted]:
     lora = {"rank": 2, "targets": ["q_proj"]}
     rounds = [("forward_backward", passed, keys | {"versions": [], "rewards": {}}), ("optim_step", {}, adam)]
     saved = {"kind": "weights", "name": "a", "overwrite": False}
-    what = [("create_model", {}, {"lora": lora, "seed": 1}), *rounds * 3, ("save_weights", {}, saved)]
+    what = [
+        ("create_model", {}, {"base_model": "tiny", "lora": lora, "seed": 1}),
+        *rounds * 3,
+        ("save_weights", {}, saved),
+    ]
     for number, (operation, body, settings) in enumerate(what):
         named = request_id_of(MODEL, number), MODEL, number
         yield OperationAccepted(*named, operation, body, f"d{number}", settings)
@@ -104,7 +108,7 @@ def test_a_model_that_another_worker_went_on_with(tmp_path: Path, most: int) -> 
         with log.writer("service") as writer:
             journal = Journal(log, writer)
             journal.open([Event(SessionOpened("s1", None, {}), "service")])
-            workers = {turn: Worker(journal, base, most) for turn in "ab"}
+            workers = {turn: Worker(journal, {"tiny": base}, most) for turn in "ab"}
             for accepted in _asked():
                 journal.open([Event(accepted, "r")])
             model = journal.operations.models[MODEL]
@@ -126,12 +130,19 @@ def test_whole_models_are_in_memory_one_at_a_time(tmp_path: Path, monkeypatch: p
     lora = {"rank": 1, "targets": ["q_proj"]}
     for name, adapts in zip(names, (None, None, lora), strict=True):
         for number, what in enumerate(("create_model", "save_weights")):
-            settings = {"lora": adapts, "seed": 0, "kind": "weights", "name": "a", "overwrite": False}
+            settings = {
+                "base_model": "tiny",
+                "lora": adapts,
+                "seed": 0,
+                "kind": "weights",
+                "name": "a",
+                "overwrite": False,
+            }
             accepted = OperationAccepted(request_id_of(name, number), name, number, what, {}, "d", settings)
             journal.metrics.accepted(accepted)
             journal.operations.add(accepted)
     base = load_base("tiny", fabric.model_folder(), device="cpu", dtype="float32", threads=1, recompute=False)
-    worker, made = Worker(journal, base, 4, 1), list[weakref.ref[Any]]()
+    worker, made = Worker(journal, {"tiny": base}, 4, 1), list[weakref.ref[Any]]()
     alive = list[int]()
 
     def noted(*what: Any) -> ClientModel:

@@ -533,3 +533,9 @@ def saved_at(
     if model.owner != caller and (owned or not saved.public):
         raise not_there(f"weights {path!r}")
     return saved
+
+
+def base_model_of(model: ModelOperations) -> str:
+    """What clients call the model beside a model's own weights."""
+    base_model: str = model.operations[CREATE].accepted.resolved["base_model"]
+    return base_model

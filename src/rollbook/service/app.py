@@ -206,17 +206,17 @@ class _Routes:
         return answer
 
     async def _open_sampler(self, request: Request, body: bytes) -> Json:
-        sampler_id = await self._service.sampler.open(read_body(CreateSampler, body), caller_name(request))
+        sampler_id = await self._service.samplers.open(read_body(CreateSampler, body), caller_name(request))
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     async def _sampler(self, request: Request, _: bytes) -> Json:
-        return self._service.sampler.described(request.path_params["sampler_id"], caller_name(request))
+        return self._service.samplers.described(request.path_params["sampler_id"], caller_name(request))
 
     async def _sample(self, request: Request, body: bytes) -> Json:
-        return await self._service.sampler.accept(read_body(Sample, body), caller_name(request))
+        return await self._service.samplers.accept(read_body(Sample, body), caller_name(request))
 
     async def _cancel(self, request: Request, body: bytes) -> Response:
-        await self._service.sampler.cancel(read_body(OfRequest, body).request_id, caller_name(request))
+        await self._service.samplers.cancel(read_body(OfRequest, body).request_id, caller_name(request))
         return Response(status_code=204)
 
     async def _result(self, request: Request, body: bytes) -> Response:

@@ -46,11 +46,19 @@ class LimitsConfig(Table):
         return Bounds(self.pending, self.pending_mib << 20, self.sequences)
 
 
+class BaseConfig(Table):
+    """A further base model."""
+
+    base: str
+    """Its folder, in Hugging Face's form."""
+    sampler: SamplerConfig = SamplerConfig()
+
+
 class ServiceConfig(Table):
     """A service: the base model that clients train from, and how it computes."""
 
     base: str
-    """Folder of the base model, in Hugging Face's form; clients name it by `name`."""
+    """Folder of the base model, in Hugging Face's form; clients name it by `name`, or name none."""
     name: str = ""
     """What clients call the base model; absent: the folder as it is written here. Where it is no folder that
     clients have, they cannot load its tokenizer by this name."""
@@ -75,6 +83,8 @@ class ServiceConfig(Table):
     """Whole models of clients in the device's memory at once, beside the base and the adapters: each has
     weights, gradients and an optimizer of its own. The others are on the host's disk until their next
     operation. 0: clients train adapters alone."""
+    bases: dict[str, BaseConfig] = Field(default_factory=dict)
+    """Further base models, by what clients call them: each is in memory as the first is."""
     sampler: SamplerConfig = SamplerConfig()
     limits: LimitsConfig = LimitsConfig()
 
@@ -82,7 +92,13 @@ class ServiceConfig(Table):
     def _check_trained(self) -> ServiceConfig:
         if not self.trains and not self.shared:
             raise ValueError("trains = false needs shared = true: nobody would train")
+        if self.base_name in self.bases:
+            raise ValueError(f"{self.base_name!r} is two base models: give one of them another name")
         return self
+
+    def served(self) -> dict[str, BaseConfig]:
+        """All base models, by what clients call them, that which they have by default first."""
+        return {self.base_name: BaseConfig(base=self.base, sampler=self.sampler), **self.bases}
 
     @property
     def base_name(self) -> str:

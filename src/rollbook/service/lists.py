@@ -35,14 +35,10 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Lists:
-    """Sessions, models and weights of a caller, the newest first.
+    """Sessions, models and weights of a caller, the newest first."""
 
-    Args:
-        base_model: what clients call the model beside all weights.
-    """
-
-    def __init__(self, journal: Journal, base_model: str) -> None:
-        self._journal, self._operations, self._base_model = journal, journal.operations, base_model
+    def __init__(self, journal: Journal) -> None:
+        self._journal, self._operations = journal, journal.operations
         self._alive: dict[str, float] = {}
 
     def alive(self, session_id: str) -> None:
@@ -104,7 +100,7 @@ class Lists:
         lora = settings.get("lora", {})
         return {
             "training_run_id": model.model_id,
-            "base_model": self._base_model,
+            "base_model": settings["base_model"],
             "model_owner": model.owner or "",
             "is_lora": lora is not None,
             "lora_rank": (lora or {}).get("rank"),

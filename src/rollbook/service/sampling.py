@@ -7,7 +7,7 @@ import base64
 import logging
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from rollbook.engines.engine import (
 )
 from rollbook.service import trajectories
 from rollbook.service.journal import Journal, failure_of
-from rollbook.service.order import RUN
 from rollbook.service.requests import CreateSampler, Sample, digest_of
 from rollbook.service.stop_texts import StopTexts, Texts
 from rollbook.store import Event
@@ -49,6 +48,7 @@ from rollbook.train.tenants.operations import (
     WHOLE,
     Operation,
     Saved,
+    base_model_of,
     check_same,
     request_id_of,
     run_of,
@@ -184,11 +184,11 @@ class HeldWhole:
 
 
 class Sampler:
-    """Opens samplers, and samples for them.
+    """Opens samplers of a base model, and of what was trained from it, and samples for them.
 
     Args:
         engine: serves the base model, and adapters beside it.
-        digest: of the base model's weights.
+        run: of what is sampled from the base model itself; digest: of its weights.
         texts: of its tokens; None: there is no tokenizer, and no stop may be a text.
         most_adapters: that the engine holds at once.
         whole: samples from whole models; None: nothing does.
@@ -199,13 +199,14 @@ class Sampler:
         journal: Journal,
         engine: ServesAdapters,
         base_model: str,
+        run: str,
         digest: str,
         texts: Texts | None,
         most_adapters: int,
         whole: HeldWhole | None = None,
     ) -> None:
         self._journal, self._engine, self._texts = journal, engine, texts
-        self._base_model, self._digest = base_model, digest
+        self._base_model, self._run, self._digest = base_model, run, digest
         self._adapters, self._whole = HeldAdapters(engine, journal, most_adapters), whole
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._adopting: asyncio.Task[None] | None = None
@@ -221,7 +222,7 @@ class Sampler:
             loop.call_soon_threadsafe(self._hear, message)
 
         self._journal.hear(hear)
-        await self._take([*self._journal.operations.sampling])
+        await self._take(self._pending())
         if self._journal.order.shared:
             self._adopting = loop.create_task(self._adopt())
 
@@ -259,16 +260,13 @@ class Sampler:
         operations = self._journal.operations
         operations.session(sent.session_id, caller)
         sampler_id = sampler_id_of(sent.session_id, sent.sampling_session_seq_id)
-        if sent.base_model not in (None, self._base_model):
-            text = f"base_model {sent.base_model[:80]!r} is not served: use {self._base_model!r}"
-            raise RequestError(400, "unknown_base_model", text)
         named, saved = (sampler_id, sent.session_id, self._base_model), None
         if sampler_id not in operations.samplers and sent.model_path is not None:
             saved = self._journal.saved(sent.model_path, caller)
             if WHOLE in saved.digests:
                 self.check_whole()
         if saved is None:
-            opened, run = SamplerOpened(*named, None, None, 0, self._digest, None), RUN
+            opened, run = SamplerOpened(*named, None, None, 0, self._digest, None), self._run
         else:
             opened, run = sampler_of_saved(named, saved, sent.model_path), run_of(saved.model_id)
 
@@ -283,11 +281,6 @@ class Sampler:
         await self._journal.write([Event(opened, run=run)], key=sampler_id, unless=known)
         return sampler_id
 
-    def described(self, sampler_id: str, caller: str | None) -> Json:
-        """What a sampler samples from."""
-        sampler = self._journal.operations.sampler(sampler_id, caller)
-        return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.path}
-
     async def accept(self, sent: Sample, caller: str | None) -> Json:
         """Accept that sequences are sampled.
 
@@ -301,7 +294,7 @@ class Sampler:
         body = stored_body("tokens", ids.astype("<i4").tobytes())
         digest = digest_of(sent.model_dump(mode="json"))
         known = request_id, sampler.sampler_id, sent.seq_id, SAMPLE, body, digest
-        accepted, run = OperationAccepted(*known, settings), _run_of(sampler)
+        accepted, run = OperationAccepted(*known, settings), self._run_of(sampler)
         if (older := await self._journal.older(request_id)) is not None:
             check_same(older, accepted)
             return {"request_id": request_id, "sample_sequence_ids": older.accepted.resolved["sequence_ids"]}
@@ -345,12 +338,6 @@ class Sampler:
             "top": sent.topk_sample_logprobs,
         }
 
-    async def cancel(self, request_id: str, caller: str | None) -> None:
-        """End a request of which nobody wants the sequences any more; one that ended stays as it is."""
-        operation = await self._journal.request(request_id, caller)
-        if operation.ended is None and operation.accepted.operation == SAMPLE:
-            await asyncio.to_thread(self._journal.order.tell, f"{CANCEL}{request_id}")
-
     def _hear(self, message: str) -> None:
         """End what a client cancelled, by whichever process, if it is sampled here."""
         request_id = message.removeprefix(CANCEL)
@@ -371,7 +358,7 @@ class Sampler:
         accepted = operation.accepted
         if operation.succeeded and not operation.delivered:
             operation.delivered = True
-            run = _run_of(self._journal.operations.samplers[accepted.model_id])
+            run = self._run_of(self._journal.operations.samplers[accepted.model_id])
             await self._journal.write([Event(r, run=run) for r in trajectories.delivered(accepted)])
 
     # Sampling ---------------------------------------------------------------------------------------
@@ -388,11 +375,20 @@ class Sampler:
         del self._tasks[request_id]
         self._cancelled.discard(request_id)
 
+    def _pending(self) -> list[str]:
+        """What is to be sampled beside this base model."""
+        operations = self._journal.operations
+        sampling = [(name, o.accepted.model_id) for name, o in [*operations.sampling.items()]]
+        return [name for name, of in sampling if operations.samplers[of].base_model == self._base_model]
+
+    def _run_of(self, sampler: SamplerOpened) -> str:
+        return self._run if sampler.model_id is None else run_of(sampler.model_id)
+
     async def _adopt(self) -> None:
         """Take what other processes were to sample, and ended before."""
         while True:
             await asyncio.sleep(ADOPT_S)
-            if left := [name for name in [*self._journal.operations.sampling] if name not in self._tasks]:
+            if left := [name for name in self._pending() if name not in self._tasks]:
                 await self._take(left)
 
     async def _sample(self, accepted: OperationAccepted) -> None:
@@ -409,7 +405,7 @@ class Sampler:
             told = failure_of(error)
             records = trajectories.failed(accepted, told["error"])
             ended = OperationEnded(*named, None, told, {})
-        events = [Event(record, run=_run_of(sampler)) for record in [*records, ended]]
+        events = [Event(record, run=self._run_of(sampler)) for record in [*records, ended]]
         await asyncio.to_thread(self._end, events, accepted.request_id)
 
     def _end(self, events: Sequence[Event], request_id: str) -> None:
@@ -505,8 +501,92 @@ class Sampler:
         return Sampled(own.completion_ids, own.logprobs, own.finish_reason == "stop", top)
 
 
-def _run_of(sampler: SamplerOpened) -> str:
-    return RUN if sampler.model_id is None else run_of(sampler.model_id)
+class Samplers:
+    """What samples from each base model.
+
+    Args:
+        by_base: of those from which something samples, by what clients call them.
+        first: the base model where a client names none.
+    """
+
+    def __init__(self, journal: Journal, by_base: Mapping[str, Sampler], first: str) -> None:
+        self._operations, self._by_base, self._first = journal.operations, by_base, first
+        self._journal = journal
+
+    async def start(self) -> None:
+        """As `Sampler.start`, of each."""
+        for sampler in self._by_base.values():
+            await sampler.start()
+
+    async def stop(self) -> None:
+        """As `Sampler.stop`, of each."""
+        for sampler in self._by_base.values():
+            await sampler.stop()
+
+    def samples(self, base_model: str) -> bool:
+        """Whether something samples from a base model."""
+        return base_model in self._by_base
+
+    def of_base(self, base_model: str) -> Sampler:
+        """What samples from a base model.
+
+        Raises:
+            RequestError: 400, nothing does.
+        """
+        if (sampler := self._by_base.get(base_model)) is None:
+            text = f"nothing is sampled from {base_model[:80]!r} here"
+            raise RequestError(
+                400, "not_supported", f"{text}: it is not served, or its sampler has engine = none"
+            )
+        return sampler
+
+    def of(self, sampler_id: str) -> Sampler:
+        """What samples for a sampler.
+
+        Raises:
+            RequestError: 400, nothing does any more.
+        """
+        return self.of_base(self._operations.samplers[sampler_id].base_model)
+
+    async def open(self, sent: CreateSampler, caller: str | None) -> str:
+        """As `Sampler.open`.
+
+        Raises:
+            RequestError: as that; 400, nothing is sampled from the base model.
+        """
+        self._operations.session(sent.session_id, caller)
+        sampler_id = sampler_id_of(sent.session_id, sent.sampling_session_seq_id)
+        if (known := self._operations.samplers.get(sampler_id)) is not None:
+            base_model = known.base_model
+        elif sent.model_path is None:
+            base_model = sent.base_model or self._first
+        else:
+            saved = self._journal.saved(sent.model_path, caller)
+            base_model = base_model_of(self._operations.models[saved.model_id])
+        if sent.base_model not in (None, base_model):
+            text = f"base_model {sent.base_model!r}: {sent.model_path} is of {base_model!r}"
+            raise RequestError(400, "other_base_model", text)
+        return await self.of_base(base_model).open(sent, caller)
+
+    def described(self, sampler_id: str, caller: str | None) -> Json:
+        """What a sampler samples from.
+
+        Raises:
+            RequestError: 404, there is none.
+        """
+        sampler = self._operations.sampler(sampler_id, caller)
+        return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.path}
+
+    async def accept(self, sent: Sample, caller: str | None) -> Json:
+        """As `Sampler.accept`."""
+        sampler = self._operations.sampler(sent.sampling_session_id, caller)
+        return await self.of_base(sampler.base_model).accept(sent, caller)
+
+    async def cancel(self, request_id: str, caller: str | None) -> None:
+        """End a request of which nobody wants the sequences any more; one that ended stays as it is."""
+        operation = await self._journal.request(request_id, caller)
+        if operation.ended is None and operation.accepted.operation == SAMPLE:
+            await asyncio.to_thread(self._journal.order.tell, f"{CANCEL}{request_id}")
 
 
 def sampler_of_saved(named: tuple[str, str, str], saved: Saved, path: str | None) -> SamplerOpened:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from rollbook.engines.weights.digests import digest_tensors, read_weights
 from rollbook.engines.weights.identify import Identity
 from rollbook.engines.weights.log import WeightLog
 from rollbook.service.app import build_service_app
-from rollbook.service.config import ServiceConfig
+from rollbook.service.config import BaseConfig, SamplerConfig, ServiceConfig
 from rollbook.service.journal import Journal
 from rollbook.service.order import LANE, MOST_PROCESSES, RUN, SharedOrder
-from rollbook.service.sampling import HeldWhole, Sampler
+from rollbook.service.sampling import HeldWhole, Sampler, Samplers
 from rollbook.service.service import TrainingService
 from rollbook.service.stop_texts import Texts
 from rollbook.service.worker import Worker
@@ -62,13 +62,14 @@ def serve_service(
         LaneLockedError: another service writes this store.
         CatalogError: other processes serve with this one, and the catalog cannot be reached.
     """
-    base = _base(config) if config.trains else None
-    served = Served.of(config) if base is None else Served(base.name, base.digest, base.policy.shape)
-    with _journal(config, log, config.trains, served.digest) as journal:
-        worker = None if base is None else Worker(journal, base, config.models, config.full)
-        sampler = _sampler(config, journal, served, engine_keys)
-        rank = config.limits.rank
-        service = TrainingService(journal, served.name, served.shape, sampler, worker, rank, config.full > 0)
+    bases = _bases(config) if config.trains else {}
+    served = [_served(name, base, bases.get(name)) for name, base in config.served().items()]
+    with _journal(config, log, config.trains, served) as journal:
+        worker = Worker(journal, bases, config.models, config.full) if bases else None
+        samplers = _samplers(config, journal, served, engine_keys)
+        shapes = {one.name: one.shape for one in served}
+        rank, whole = config.limits.rank, config.full > 0
+        service = TrainingService(journal, shapes, samplers, worker, rank, whole)
         serve_alone(lambda mine: build_service_app(service, keys, mine), host, port, announce)
 
 
@@ -88,9 +89,10 @@ def work(
     """
     if not config.shared:
         raise ConfigError("a worker needs shared = true: others accept what it does")
-    base = _base(config)
-    with _journal(config, log, True, base.digest) as journal:
-        worker = Worker(journal, base, config.models, config.full)
+    bases = _bases(config)
+    served = [_served(name, base, bases[name]) for name, base in config.served().items()]
+    with _journal(config, log, True, served) as journal:
+        worker = Worker(journal, bases, config.models, config.full)
         worker.start()
         announce()
         ended()
@@ -101,45 +103,68 @@ def work(
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The base model, as those know it who do not train it: what clients call it, the digest of its weights,
-    and its shape."""
+    """A base model, as those know it who do not train it.
+
+    Attributes:
+        name: what clients call it; run: of what is sampled from it.
+        digest: of its weights.
+        sampler: what samples from it.
+    """
 
     name: str
+    folder: Path
+    run: str
     digest: str
     shape: ModelShape
-
-    @classmethod
-    def of(cls, config: ServiceConfig) -> Served:
-        """That of a CONFIG.
-
-        Raises:
-            ModelError: it cannot be trained.
-        """
-        folder = Path(config.base)
-        return cls(config.base_name, digest_tensors(read_weights(folder)), read_shape(folder))
+    sampler: SamplerConfig
 
 
-def _base(config: ServiceConfig) -> Base:
-    return load_base(
-        config.base_name,
-        Path(config.base),
-        device=config.device,
-        dtype=config.dtype,
-        threads=config.threads,
-        recompute=config.recompute,
-    )
+def _served(name: str, base: BaseConfig, loaded: Base | None) -> Served:
+    """A base model of a CONFIG.
+
+    Args:
+        loaded: the same, where it is in memory.
+
+    Raises:
+        ModelError: it cannot be trained.
+    """
+    folder = Path(base.base)
+    digest = digest_tensors(read_weights(folder)) if loaded is None else loaded.digest
+    shape = read_shape(folder) if loaded is None else loaded.policy.shape
+    run = f"{RUN}-{digest[:16]}"  # another base model's weights are another run's version 0
+    return Served(name, folder, run, digest, shape, base.sampler)
+
+
+def _bases(config: ServiceConfig) -> dict[str, Base]:
+    """The base models, in memory.
+
+    Raises:
+        ModelError: one cannot be trained.
+    """
+    return {
+        name: load_base(
+            name,
+            Path(base.base),
+            device=config.device,
+            dtype=config.dtype,
+            threads=config.threads,
+            recompute=config.recompute,
+        )
+        for name, base in config.served().items()
+    }
 
 
 @contextlib.contextmanager
-def _journal(config: ServiceConfig, log: Store, trains: bool, digest: str) -> Iterator[Journal]:
+def _journal(config: ServiceConfig, log: Store, trains: bool, served: Sequence[Served]) -> Iterator[Journal]:
     """Context: the journal of this process, which is alone, or one of several."""
-    remedy = "end it, or have both share the store: shared = true"
-    opened = RunOpened("service", config.model_dump(mode="json") | {"weights_digest": digest})
+    remedy, settings = "end it, or have both share the store: shared = true", config.model_dump(mode="json")
     with log.claim("service", remedy, shared=config.shared), _writer(log, config.shared) as writer:
         order = SharedOrder(log, writer.lane, writer.recovered.next_seq, trains) if config.shared else None
         journal = Journal(log, writer, order)
         journal.operations.bounds = config.limits.bounds()
-        journal.open([Event(opened, run=RUN)])
+        for one in served:
+            opened = RunOpened("service", settings | {"weights_digest": one.digest}, one.name)
+            journal.open([Event(opened, run=one.run)])
         yield journal
 
 
@@ -151,11 +176,16 @@ def _writer(log: Store, shared: bool) -> LaneWriter:
     return log.writer(LANE if not shared else f"{LANE}-{MOST_PROCESSES}")
 
 
-def _sampler(config: ServiceConfig, journal: Journal, served: Served, keys: EngineKeys) -> Sampler | None:
-    """What samples from the base model, and from adapters beside it."""
-    wanted, folder = config.sampler, Path(config.base)
-    if wanted.engine == "none":
-        return None
+def _samplers(
+    config: ServiceConfig, journal: Journal, served: Sequence[Served], keys: EngineKeys
+) -> Samplers:
+    made = {one.name: _sampler(config, journal, one, keys) for one in served if one.sampler.engine != "none"}
+    return Samplers(journal, made, config.base_name)
+
+
+def _sampler(config: ServiceConfig, journal: Journal, served: Served, keys: EngineKeys) -> Sampler:
+    """What samples from a base model, and from adapters beside it."""
+    wanted, folder = served.sampler, served.folder
 
     def embedded() -> EmbeddedEngine:
         return EmbeddedEngine(
@@ -171,25 +201,31 @@ def _sampler(config: ServiceConfig, journal: Journal, served: Served, keys: Engi
     if wanted.engine == "sglang":
         if not wanted.url:
             raise ConfigError("sampler.engine = sglang needs sampler.url, such as http://127.0.0.1:30000")
-        engine = sglang_engine(wanted.url, journal, folder, wanted.adapters, keys)
+        engine = sglang_engine(wanted.url, journal, folder, wanted.adapters, keys, served.run)
     else:
         engine = embedded()
         whole = HeldWhole(embedded, journal) if config.full else None
-    return Sampler(journal, engine, served.name, served.digest, Texts.of(folder), wanted.adapters, whole)
+    named = served.name, served.run, served.digest
+    return Sampler(journal, engine, *named, Texts.of(folder), wanted.adapters, whole)
 
 
 def sglang_engine(
-    url: str, journal: Journal, base: Path, adapters: int, keys: EngineKeys = (None, None)
+    url: str,
+    journal: Journal,
+    base: Path,
+    adapters: int,
+    keys: EngineKeys = (None, None),
+    run: str = RUN,
 ) -> SglangAdapters:
-    """An SGLang server that serves the base model: its weights are version 0 of the run of the service.
+    """An SGLang server that serves a base model: its weights are version 0 of a run of the service.
 
     Args:
         base: folder of the model; adapters: that the server holds at once.
     """
 
     async def write(record: Record) -> Any:
-        await journal.write([Event(record, run=RUN)])
+        await journal.write([Event(record, run=run)])
 
-    weights = Identity(WeightLog(journal.log, RUN, POLICY), write, base)
+    weights = Identity(WeightLog(journal.log, run, POLICY), write, base)
     key, admin_key = keys
     return SglangAdapters(url, weights, base, most=adapters, key=key, admin_key=admin_key)

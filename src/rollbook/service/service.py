@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -25,7 +26,7 @@ from rollbook.service.requests import (
     Unusable,
     digest_of,
 )
-from rollbook.service.sampling import Sampler
+from rollbook.service.sampling import Samplers
 from rollbook.service.weights import Weights
 from rollbook.service.worker import Worker
 from rollbook.store import Event
@@ -57,6 +58,7 @@ from rollbook.train.tenants.operations import (
     STEP,
     WEIGHTS,
     Saved,
+    base_model_of,
     model_id_of,
     request_id_of,
     run_of,
@@ -73,8 +75,8 @@ class TrainingService:
     """Sessions, models and operations of all clients.
 
     Args:
-        base_model: what clients call the model whose weights all share; shape: of it.
-        sampler: samples for clients; None: nothing is sampled here.
+        shapes: of each base model, by what clients call it.
+        samplers: of some of these.
         worker: does the operations of models; None: other processes do.
         most_rank: of adapters; trains_whole: whether whole models are made.
     """
@@ -82,24 +84,21 @@ class TrainingService:
     def __init__(
         self,
         journal: Journal,
-        base_model: str,
-        shape: ModelShape,
-        sampler: Sampler | None,
+        shapes: Mapping[str, ModelShape],
+        samplers: Samplers,
         worker: Worker | None,
         most_rank: int,
         trains_whole: bool = False,
     ) -> None:
-        self.base_model, self._shape, self._sampler = base_model, shape, sampler
+        self._shapes, self.samplers = shapes, samplers
         self._journal, self._operations, self._worker = journal, journal.operations, worker
         self._most_rank, self._trains_whole = most_rank, trains_whole
-        self.weights, self.downloads = Weights(journal, base_model), Downloads(journal)
-        self.lists = Lists(journal, base_model)
+        self.weights, self.downloads, self.lists = Weights(journal), Downloads(journal), Lists(journal)
 
     async def start(self) -> None:
         """Begin, on the running event loop, with what waited."""
         self._journal.start()
-        if self._sampler is not None:
-            await self._sampler.start()
+        await self.samplers.start()
         if self._worker is not None:
             self._worker.start()
         self.weights.start()
@@ -108,8 +107,7 @@ class TrainingService:
         """End behind the operation that is under way."""
         self._journal.stop()
         await self.weights.stop()
-        if self._sampler is not None:
-            await self._sampler.stop()
+        await self.samplers.stop()
         if self._worker is not None:
             await run_in_threadpool(self._worker.stop)
         await run_in_threadpool(self._journal.close)
@@ -123,16 +121,17 @@ class TrainingService:
         """What is counted of operations, and of requests."""
         return self._journal.metrics
 
-    @property
-    def sampler(self) -> Sampler:
-        """What samples.
+    def _shape(self, base_model: str) -> ModelShape:
+        """The shape of a base model.
 
         Raises:
-            RequestError: 400, nothing does.
+            RequestError: 400, there is none.
         """
-        if self._sampler is None:
-            raise RequestError(400, "not_supported", "nothing is sampled here: [sampler] has engine = none")
-        return self._sampler
+        if (shape := self._shapes.get(base_model)) is None:
+            served = ", ".join(map(repr, self._shapes))
+            text = f"base_model {base_model[:80]!r} is not served: use {served}"
+            raise RequestError(400, "unknown_base_model", text)
+        return shape
 
     # Sessions ---------------------------------------------------------------------------------------
 
@@ -171,9 +170,7 @@ class TrainingService:
     async def create(self, sent: CreateModel, caller: str | None) -> Json:
         """Accept that a model is made."""
         self._operations.session(sent.session_id, caller)
-        if sent.base_model != self.base_model:
-            text = f"base_model {sent.base_model[:80]!r} is not served: use {self.base_model!r}"
-            raise RequestError(400, "unknown_base_model", text)
+        self._shape(sent.base_model)
         asked, model_id = sent.lora_config, model_id_of(sent.session_id, sent.model_seq_id)
         if request_id_of(model_id, CREATE) not in self._operations.by_request:
             self._check_trained(None if asked is None else asked.rank)
@@ -182,15 +179,13 @@ class TrainingService:
         body = sent.model_dump(mode="json")
         drawn = secrets.randbelow(1 << 31) if seed is None else seed
         self._check_free(model_id)
-        settings = {"base_model": self.base_model, "lora": lora, "seed": drawn}
+        settings = {"base_model": sent.base_model, "lora": lora, "seed": drawn}
         settings |= {} if sent.user_metadata is None else {"user_metadata": sent.user_metadata}
         return await self._accept(model_id, CREATE, "create_model", body, digest_of(body), settings)
 
     async def load(self, sent: LoadWeights, caller: str | None) -> Json:
         """Accept that a model is made from weights that were saved."""
         self._operations.session(sent.session_id, caller)
-        if sent.base_model not in (None, self.base_model):
-            raise RequestError(400, "unknown_base_model", f"base_model {sent.base_model!r} is not served")
         model_id, body = model_id_of(sent.session_id, sent.model_seq_id), sent.model_dump(mode="json")
         self._check_free(model_id)
         asked = model_id, CREATE, "load_weights", body, digest_of(body)
@@ -198,6 +193,9 @@ class TrainingService:
             return await self._accept(*asked, {})  # what the path named then may be gone by now
         saved = self._with_optimizer(sent.path, caller)
         made = self._operations.models[saved.model_id].operations[CREATE].accepted.resolved
+        if sent.base_model not in (None, made["base_model"]):
+            text = f"base_model {sent.base_model!r}: {sent.path} is of {made['base_model']!r}"
+            raise RequestError(400, "other_base_model", text)
         if made["lora"] is None:
             self._check_trained(None)
         # What the path names now: it may be written over before the model is made again.
@@ -256,20 +254,21 @@ class TrainingService:
     async def accept_pass(self, body: bytes, caller: str | None) -> Json:
         """Accept a forward pass, or one forward and backward."""
         message = await run_in_threadpool(parsed, body, PASS_LIMITS)
-        self._operations.model(message.model_id, caller)
-        settings = await run_in_threadpool(self._settings_of_pass, message, caller)
+        model = self._operations.model(message.model_id, caller)
+        shape = self._shape(base_model_of(model))
+        settings = await run_in_threadpool(self._settings_of_pass, message, shape, caller)
         name = FORWARD if message.forward_only else PASS
         stored = await run_in_threadpool(stored_body, "protobuf", body)
         named = message.model_id, message.seq_id, name
         return await self._accept(*named, stored, sha256(body).hexdigest(), settings)
 
-    def _settings_of_pass(self, message: Any, caller: str | None) -> Json:
+    def _settings_of_pass(self, message: Any, shape: ModelShape, caller: str | None) -> Json:
         """What decides the bits of a pass; of one that cannot be done, why: it has a number, for which those
         behind it wait, so it is accepted and fails."""
         try:
             sent = pass_of(message, PASS_LIMITS)
             keys = resolved_keys(sent.loss, sent.config)
-            check_pass(sent, self._shape)
+            check_pass(sent, shape)
         except RequestError as error:
             return {"refused": error.message}
         tokens = sum(len(datum.tokens) for datum in sent.data)
@@ -297,7 +296,7 @@ class TrainingService:
     async def save_for_sampler(self, sent: SaveForSampler, caller: str | None) -> Json:
         """Accept that weights are saved to be sampled from: by a name, or for a sampler of their own."""
         model = self._operations.model(sent.model_id, caller)
-        sampler = self.sampler  # refused where nothing samples
+        sampler = self.samplers.of_base(base_model_of(model))  # refused where nothing samples
         try:
             if model.whole:
                 sampler.check_whole()
@@ -320,16 +319,20 @@ class TrainingService:
     def described(self, model_id: str, caller: str | None) -> Json:
         """A model's own description."""
         model = self._operations.model(model_id, caller)
-        settings = model.operations[CREATE].accepted.resolved
-        data = {"arch": self._shape.family, "model_name": self.base_model, "tokenizer_id": self.base_model}
+        settings, name = model.operations[CREATE].accepted.resolved, base_model_of(model)
+        data = {"arch": self._shape(name).family, "model_name": name, "tokenizer_id": name}
         own = {"is_lora": not model.whole, "lora_rank": (settings["lora"] or {}).get("rank")}
-        own |= {"model_name": self.base_model}
+        own |= {"model_name": name}
         return {"type": "get_info", "model_id": model_id, "model_data": data} | own
 
     def capabilities(self) -> Json:
-        """The models that are served."""
-        served = {"model_name": self.base_model, "max_context_length": self._shape.context}
-        return {"supported_models": [served | {"trainable": True, "sampleable": self._sampler is not None}]}
+        """The base models that are served."""
+        models = [
+            {"model_name": name, "max_context_length": shape.context, "trainable": True}
+            | {"sampleable": self.samplers.samples(name)}
+            for name, shape in self._shapes.items()
+        ]
+        return {"supported_models": models}
 
     async def result(self, request_id: str, caller: str | None) -> OperationEnded | None:
         """How an operation ended; None where it did not in time."""
@@ -339,7 +342,7 @@ class TrainingService:
         """Note that a client was sent a result."""
         operation = self._operations.by_request.get(request_id)
         if operation is not None and operation.accepted.operation == SAMPLE:
-            await self.sampler.delivered(operation)
+            await self.samplers.of(operation.accepted.model_id).delivered(operation)
 
     async def _ordered(
         self,

@@ -40,14 +40,10 @@ _log = logging.getLogger(__name__)
 
 
 class Weights:
-    """Changes what was saved, and removes what nothing refers to any more.
+    """Changes what was saved, and removes what nothing refers to any more."""
 
-    Args:
-        base_model: what clients call the model beside all weights.
-    """
-
-    def __init__(self, journal: Journal, base_model: str) -> None:
-        self._journal, self._operations, self._base_model = journal, journal.operations, base_model
+    def __init__(self, journal: Journal) -> None:
+        self._journal, self._operations = journal, journal.operations
         self._wake, self._stopped = asyncio.Event(), False
         self._task: asyncio.Task[None] | None = None
 
@@ -135,12 +131,13 @@ class Weights:
             RequestError: 404, they are not there.
         """
         saved = self._journal.saved(path, caller)
-        lora = self._operations.models[saved.model_id].operations[CREATE].accepted.resolved["lora"]
+        made = self._operations.models[saved.model_id].operations[CREATE].accepted.resolved
+        base_model, lora = made["base_model"], made["lora"]
         if lora is None:
-            return {"base_model": self._base_model, "is_lora": False}
+            return {"base_model": base_model, "is_lora": False}
         named = {"train_attn": "q_proj", "train_mlp": "gate_proj", "train_unembed": "lm_head"}
         trained = {part: target in lora["targets"] for part, target in named.items()}
-        return {"base_model": self._base_model, "is_lora": True, "lora_rank": lora["rank"]} | trained
+        return {"base_model": base_model, "is_lora": True, "lora_rank": lora["rank"]} | trained
 
     async def _change(
         self, path: str, change: str, caller: str | None, expires_us: int | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from rollbook.service.idle import IdleStates
 from rollbook.service.journal import Journal, failure_of
 from rollbook.store import Event
-from rollbook.store.errors import CatalogError, RequestError
+from rollbook.store.errors import CatalogError, ModelError, RequestError
 from rollbook.store.events import (
     OperationAccepted,
     OperationEnded,
@@ -37,6 +37,7 @@ from rollbook.train.tenants.operations import (
     STEP,
     ModelOperations,
     Operation,
+    base_model_of,
     run_of,
     saved_path,
     session_of,
@@ -88,14 +89,16 @@ class Worker:
     """A thread that does what came, and writes how it ended before anybody is told.
 
     Args:
-        base: the weights that all models share.
+        bases: the weights that models share, by what clients call them.
         most_models: in the device's memory at once; as many more in this host's.
         most_whole: whole models in the device's memory at once; the others are on the disk.
     """
 
-    def __init__(self, journal: Journal, base: Base, most_models: int, most_whole: int = 0) -> None:
+    def __init__(
+        self, journal: Journal, bases: Mapping[str, Base], most_models: int, most_whole: int = 0
+    ) -> None:
         self._journal, self._operations, self._store = journal, journal.operations, journal.log.path
-        self._base, self._most_models, self._most_whole = base, most_models, max(most_whole, 1)
+        self._bases, self._most_models, self._most_whole = bases, most_models, max(most_whole, 1)
         self._models = OrderedDict[str, ClientModel]()
         self._idle = IdleStates(self._store / "idle" / journal.order.lane, most_models)
         self._opened = set[str]()
@@ -186,7 +189,7 @@ class Worker:
         elif accepted.operation == STEP:
             records += _step(model, operation, effect)
         elif accepted.operation == SAVE_FOR_SAMPLER:
-            records += published(model, accepted, ended, self._base.name)
+            records += published(model, accepted, ended)
         return [*records, ended]
 
     def _opening(self, model: ModelOperations) -> list[Record]:
@@ -194,7 +197,8 @@ class Worker:
         if model.model_id in self._opened:
             return []
         self._opened.add(model.model_id)
-        base, how = self._base, self._base.how
+        base = self._base(model)
+        how = base.how
         config = model.operations[CREATE].accepted.resolved | {
             "base": str(base.folder),
             "weights_digest": base.digest,
@@ -205,9 +209,22 @@ class Worker:
         }
         return [RunOpened("service", config, base.name, environment=base.environment())]
 
+    def _base(self, model: ModelOperations) -> Base:
+        """The base model of a model.
+
+        Raises:
+            ModelError: it is not served any more.
+        """
+        if (base := self._bases.get(name := base_model_of(model))) is None:
+            served = ", ".join(map(repr, self._bases))
+            raise ModelError(
+                f"base model {name!r} is not served any more, but {served}: have the CONFIG name it"
+            )
+        return base
+
     def _written(self, model: ModelOperations, here: ClientModel, accepted: OperationAccepted) -> str | None:
         """Where the state behind an operation was written, if it is to be."""
-        what = self._store, model.run, accepted.number, here, self._base
+        what = self._store, model.run, accepted.number, here, self._base(model)
         if accepted.operation in SAVES_WITHOUT_OPTIMIZER:
             return write_trained(*what)
         if accepted.operation in SAVES:
@@ -240,10 +257,10 @@ class Worker:
 
     def _made(self, model: ModelOperations, accepted: OperationAccepted) -> ClientModel:
         if accepted.number == CREATE:
-            return made(self._base, self._store, accepted)
+            return made(self._base(model), self._store, accepted)
         if (state := self._idle.take(model.run)) is None:
-            return model_before(self._base, self._journal.log, model, accepted.number)
-        here = made(self._base, self._store, model.operations[CREATE].accepted)
+            return model_before(self._base(model), self._journal.log, model, accepted.number)
+        here = made(self._base(model), self._store, model.operations[CREATE].accepted)
         here.load(state)
         return here
 
@@ -268,9 +285,7 @@ def _step(model: ModelOperations, operation: Operation, effect: Effect) -> list[
     return [plan, committed_step(plan, model, effect.digests, effect.metrics)]
 
 
-def published(
-    model: ModelOperations, accepted: OperationAccepted, ended: OperationEnded, base_model: str
-) -> list[Record]:
+def published(model: ModelOperations, accepted: OperationAccepted, ended: OperationEnded) -> list[Record]:
     """The records of weights that may be sampled from: their version of the policy, and the sampler that
     they were saved for."""
     checkpoint, digest = ended.checkpoint, trained_digest(ended.digests)
@@ -279,7 +294,7 @@ def published(
     records: list[Record] = [PolicyPublished(POLICY, model.steps, parent, checkpoint, digest)]
     if (sampler_id := accepted.resolved.get("sampler_id")) is not None:
         session_id = session_of(sampler_id)
-        rest = base_model, model.model_id, None, model.steps, digest, checkpoint
+        rest = base_model_of(model), model.model_id, None, model.steps, digest, checkpoint
         records.append(SamplerOpened(sampler_id, session_id, *rest))
     return records
 
