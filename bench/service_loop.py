@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def main() -> None:
     """Do what is asked until standard input ends."""
     model, rank, threads = Path(sys.argv[1]), *map(int, sys.argv[2:])
     loop = Loop(model, rank, threads)
-    deeds = {"train": loop.train, "operate": loop.operate}
+    deeds: dict[str, Callable[..., Any]] = {"train": loop.train, "operate": loop.operate}
 
     def do(asked: dict[str, Any]) -> Any:
         return {"came": deeds[asked.pop("do")](**asked)}
