@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+from page_service import TABLES, render
 from typer.testing import CliRunner
 
 from rollbook.cli.app import app
@@ -45,3 +46,26 @@ def test_the_configuration_is_one(root: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["service", str(file), "--store", str(tmp_path), "--show-config"])
     assert shown.exit_code == 0, shown.output
     assert tomllib.loads(shown.output).items() >= tomllib.loads(block[1]).items()
+
+
+def test_the_page_of_keys_is_the_rendered_one(root: Path) -> None:
+    """It is generated, never edited; each key says what it is."""
+    page = (root / "docs" / "service-configuration.md").read_text()
+    assert page == render(), "it is old: python docs/render/page_service.py > docs/service-configuration.md"
+    for model in TABLES.values():
+        fields = [f for name, f in model.model_fields.items() if name not in ("sampler", "limits")]
+        assert all(field.description for field in fields)
+
+
+def test_every_configuration_is_one(root: Path, tmp_path: Path) -> None:
+    """Each file on the page is read."""
+    blocks = re.findall(r"```toml\n(.*?)```", _page(root), re.DOTALL)
+    assert len(blocks) == 4
+    for block in blocks:
+        (tmp_path / "service.toml").write_text(block)
+        words = ["service", str(tmp_path / "service.toml"), "--store", str(tmp_path), "--show-config"]
+        shown = CliRunner().invoke(app, words)
+        assert shown.exit_code == 0, shown.output
+        (tmp_path / "shown.toml").write_text(shown.output)
+        words[1] = str(tmp_path / "shown.toml")
+        assert CliRunner().invoke(app, words).output == shown.output

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.fakes.clients.raw_tinker import RawClient
+from tests.fakes.stories import fabric
 from tests.service.conftest import BASE, Service, printed
 
 from rollbook import store as rb
@@ -104,3 +106,45 @@ def test_a_killed_service_goes_on(service: Service, service_at: Callable[..., Se
             "select count(*) from events where kind = 'operation.ended'"
         ).fetchall()
     assert count == len(accepted) == 26
+
+
+def test_two_base_models(service_at: Callable[..., Service]) -> None:
+    """Each trained and sampled as by a service of its own; what is of one is not loaded as the other's."""
+    alone = {}
+    for name, folder in (("tied", fabric.model_folder()), ("untied", fabric.untied_folder())):
+        service = service_at(name, base=folder, called=name)
+        alone[name] = service.run("sample", base=name), service.run("train", base=name)
+        service.stop()
+    both = service_at("both", "--set", f'bases.untied.base="{fabric.untied_folder()}"', called="tied")
+    for name, (sampled, trained) in alone.items():
+        assert both.run("train", base=name) == trained
+        came = both.run("sample", base=name)
+        first, of_alone = came.pop("first"), sampled.pop("first")
+        assert first.pop("id") != of_alone.pop("id")
+        assert (came, first) == (sampled, of_alone)
+    assert alone["tied"][1] != alone["untied"][1]
+    client = RawClient(both.url, "tml-any")
+    served = {one["model_name"]: one["sampleable"] for one in base_models(client)}
+    assert served == {"tied": True, "untied": True}
+    lora = {"session_id": client.session_id, "model_seq_id": 0, "lora_config": {"rank": 2}}
+    assert (
+        "use 'tied', 'untied'" in client.send("create_model", lora | {"base_model": "third"}).json()["detail"]
+    )
+    client.result(client.told("create_model", lora | {"base_model": "untied"}))
+    saved = {"model_id": f"{client.session_id}:train:0", "seq_id": 1, "path": "a"}
+    path = client.result(client.told("save_weights", saved)).json()["path"]
+    wrong = {"session_id": client.session_id, "base_model": "tied"}
+    for route, named in (
+        ("load_weights", {"model_seq_id": 1, "path": path, "optimizer": True}),
+        ("create_sampling_session", {"sampling_session_seq_id": 0, "model_path": path}),
+    ):
+        assert f"{path} is of 'untied'" in client.send(route, wrong | named).json()["detail"]
+    client.close()
+
+
+def base_models(client: RawClient) -> list[dict[str, Any]]:
+    """The base models that a client is told of."""
+    models: list[dict[str, Any]] = client.send("get_server_capabilities", method="GET").json()[
+        "supported_models"
+    ]
+    return models
