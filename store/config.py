@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -330,6 +331,9 @@ Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
 class Table(BaseModel):
     """Unknown and ill-typed keys are errors, numbers must be finite, and values are immutable."""
 
@@ -338,8 +342,12 @@ class Table(BaseModel):
     )
 
 
-def toml_lines(values: Json) -> str:
-    """A line for each value, a comment where there is none; tables behind all others."""
+def toml_lines(values: Json, path: str = "") -> str:
+    """A line for each value, a comment where there is none; tables behind all others.
+
+    Args:
+        path: of the table, as a header has it.
+    """
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
     # A JSON text is a TOML text for every other value that a configuration has.
     lines = [
@@ -347,4 +355,7 @@ def toml_lines(values: Json) -> str:
         for key, value in values.items()
         if key not in tables
     ]
-    return "\n".join([*lines, *(f"\n[{name}]\n{toml_lines(table)}" for name, table in tables.items())])
+    for key, table in tables.items():
+        inner = f"{path}{key if _BARE_KEY.fullmatch(key) else json.dumps(key)}"
+        lines.append(f"\n[{inner}]\n{toml_lines(table, f'{inner}.')}")
+    return "\n".join(lines)

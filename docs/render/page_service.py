@@ -14,8 +14,8 @@ INTRODUCTION = """# Configuration of a training service
 <!-- Generated: python docs/render/page_service.py > docs/service-configuration.md -->
 
 `rollbook service CONFIG` and `rollbook service worker CONFIG` read a TOML file with the keys below.
-`--set table.key=value` overrules a key, and `--show-config` prints what holds, defaults included, as a file of
-its own. What it is for is in [a training service](service.md).
+`--set table.key=value` overrules a key, and `--show-config` prints what holds, defaults included, as a file
+of its own. What it is for is in [a training service](service.md).
 """
 TABLES: Mapping[str, type[BaseModel]] = {
     "Top of the file": ServiceConfig,

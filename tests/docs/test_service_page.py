@@ -60,7 +60,7 @@ def test_the_page_of_keys_is_the_rendered_one(root: Path) -> None:
 def test_every_configuration_is_one(root: Path, tmp_path: Path) -> None:
     """Each file on the page is read."""
     blocks = re.findall(r"```toml\n(.*?)```", _page(root), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         (tmp_path / "service.toml").write_text(block)
         words = ["service", str(tmp_path / "service.toml"), "--store", str(tmp_path), "--show-config"]
