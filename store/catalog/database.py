@@ -243,8 +243,10 @@ class Database:
             connection = plain.execution_options(isolation_level="AUTOCOMMIT")
             connection.exec_driver_sql(f"listen {channel}")
             driver: Any = connection.connection.driver_connection
-            yield lambda within_s: (notify.payload for notify in driver.notifies(timeout=within_s))
-            plain.invalidate()  # it listens, which nobody else is to find
+            try:
+                yield lambda within_s: (notify.payload for notify in driver.notifies(timeout=within_s))
+            finally:
+                plain.invalidate()  # it listens, which nobody else is to find
 
     def close(self) -> None:
         """Give the connections back."""

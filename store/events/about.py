@@ -34,7 +34,7 @@ class About:
         large: fields whose large parts are stored once, as bodies.
         fat: whether it is sealed into `turns.parquet`, with tokens and text, instead of
             `marks.parquet`.
-        lasting: whether retention never drops it, because it records a removal.
+        lasting: whether retention never drops it: it records a removal, or a service goes on from it.
     """
 
     of: Literal["trajectory", "policy", "run"] | None = None

@@ -9,10 +9,12 @@ from typing import Any
 from rollbook.store.events.about import About, Record
 
 Json = dict[str, Any]
+KEPT, OF_RUN = About(lasting=True), About(of="run", lasting=True)
+"""A service folds all of them, whenever it starts."""
 
 
 @dataclass(frozen=True, slots=True)
-class SessionOpened(Record, kind="session.opened"):
+class SessionOpened(Record, kind="session.opened", about=KEPT):
     """A client began a session. `once` is what its repetitions of the request have in common, and `client`
     what it says of itself; `by` names its API key, null where none are checked."""
 
@@ -23,7 +25,7 @@ class SessionOpened(Record, kind="session.opened"):
 
 
 @dataclass(frozen=True, slots=True)
-class SessionEnded(Record, kind="session.ended"):
+class SessionEnded(Record, kind="session.ended", about=KEPT):
     """A client said that its session is over, and why."""
 
     session_id: str
@@ -31,7 +33,7 @@ class SessionEnded(Record, kind="session.ended"):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerOpened(Record, kind="sampler.opened", about=About(of="run")):
+class SamplerOpened(Record, kind="sampler.opened", about=OF_RUN):
     """A client may sample from weights that stay as they are: those of a version of the run's policy.
 
     `path` is what the client calls them, null where they have no name or are the base model's own.
@@ -50,7 +52,7 @@ class SamplerOpened(Record, kind="sampler.opened", about=About(of="run")):
 
 
 @dataclass(frozen=True, slots=True)
-class LaneOrdered(Record, kind="lane.ordered"):
+class LaneOrdered(Record, kind="lane.ordered", about=KEPT):
     """Where several processes serve clients, each in a lane of its own: the events behind this one in its
     lane, up to the next of its kind, count at this position of the order of all these lanes, from 1. Events
     before the first one count before all others."""
@@ -59,7 +61,7 @@ class LaneOrdered(Record, kind="lane.ordered"):
 
 
 @dataclass(frozen=True, slots=True)
-class OperationAccepted(Record, kind="operation.accepted", about=About(of="run")):
+class OperationAccepted(Record, kind="operation.accepted", about=OF_RUN):
     """An operation on a client's model is to be done: its `number`-th, from 0, which makes the model. Where
     `operation` is `sample`, `model_id` is a sampler's, and `number` only tells it from its others.
 
@@ -77,7 +79,7 @@ class OperationAccepted(Record, kind="operation.accepted", about=About(of="run")
 
 
 @dataclass(frozen=True, slots=True)
-class OperationEnded(Record, kind="operation.ended", about=About(of="run")):
+class OperationEnded(Record, kind="operation.ended", about=OF_RUN):
     """An operation is done, or failed without a trace in the model: then `error` says why.
 
     `digests` are of the model's state behind it and of the result; of a `sample` also keys of its
@@ -96,7 +98,7 @@ class OperationEnded(Record, kind="operation.ended", about=About(of="run")):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsChanged(Record, kind="weights.changed", about=About(of="run")):
+class WeightsChanged(Record, kind="weights.changed", about=OF_RUN):
     """Weights that a client saved are for all tenants (`published`) or their owner's alone again
     (`unpublished`), are there until another time (`kept`), or are not there any more (`deleted`, `expired`).
 
@@ -113,7 +115,7 @@ class WeightsChanged(Record, kind="weights.changed", about=About(of="run")):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsCopied(Record, kind="weights.copied", about=About(of="run")):
+class WeightsCopied(Record, kind="weights.copied", about=OF_RUN):
     """Weights that a client saved have another path too; `model_id` is for that alone, and never trained.
 
     The files are the same. `source_path` named them, `of_model` is the model that they are of, and `number`
@@ -135,7 +137,7 @@ class WeightsCopied(Record, kind="weights.copied", about=About(of="run")):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightsFreed(Record, kind="weights.freed", about=About(of="run")):
+class WeightsFreed(Record, kind="weights.freed", about=OF_RUN):
     """Nothing refers to weights that are not there any more: the files that the `number`-th operation of a
     model wrote were removed after this was written, or are at the next start. Their digests stay."""
 

@@ -258,7 +258,7 @@ def _own_reasons(facts: Facts, place: LanePart, needed: Mapping[str, str]) -> It
             yield f"it holds events of the training of {going_on!r} in run {run!r}, which is not retired"
             break
     for kind in sorted(place.upkeep):
-        yield f"it holds {kind}, which says what is no longer there"
+        yield f"it holds {kind}, which is never dropped"
     for consumer, cursor in sorted(facts.cursors.items()):
         yield from _kept_by_consumer(place, consumer, cursor)
 

@@ -198,24 +198,24 @@ class Stalled:
         return failed
 
 
-def _stalled(process: Process) -> Stalled:
-    stalled = Stalled(process.writer)
-    process.journal._writer = stalled  # type: ignore[assignment]
-    return stalled
+def stalled(process: Process) -> Stalled:
+    waits = Stalled(process.writer)
+    process.journal._writer = waits  # type: ignore[assignment]
+    return waits
 
 
 @several
 def test_others_wait_for_what_comes_before_theirs(stage: Stage) -> None:
     """A position is taken before its events are durable: nobody writes as if they were not there."""
     slow, other = stage.process(), stage.processes[0]
-    stalled = _stalled(slow)
+    waits = stalled(slow)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(slow.accept, 1, "slow")
-        assert stalled.asked.wait(10)
+        assert waits.asked.wait(10)
         second = pool.submit(other.accept, 1, "slow")
         with pytest.raises(TimeoutError):
             second.result(0.5)
-        stalled.word.set()
+        waits.word.set()
         assert (first.result(10), second.result(10)) == (True, False)
     assert other.fold() == of(fold_operations(stage.log).operations)
 
@@ -224,13 +224,13 @@ def test_others_wait_for_what_comes_before_theirs(stage: Stage) -> None:
 def test_what_could_not_be_appended_leaves_its_position_empty(stage: Stage) -> None:
     """Whoever sent it is told, and it may come again, to any process."""
     full, other = stage.process(), stage.processes[0]
-    stalled = _stalled(full)
-    stalled.fails = True
-    stalled.word.set()
+    waits = stalled(full)
+    waits.fails = True
+    waits.word.set()
     with pytest.raises(WriteFailedError):
         full.accept(1)
     assert other.accept(1)
-    stalled.fails = False
+    waits.fails = False
     assert not full.accept(1)
     assert full.accept(2)
     assert other.fold() == full.fold() == of(fold_operations(stage.log).operations)
@@ -241,10 +241,10 @@ def test_what_could_not_be_appended_leaves_its_position_empty(stage: Stage) -> N
 def test_a_process_that_ends_in_between_stops_nobody(stage: Stage, appended: bool) -> None:
     """What it appended counts, also where it had not said so; what it did not never will."""
     other, dying = stage.processes[0], stage.process()
-    stalled = _stalled(dying)
+    waits = stalled(dying)
     asking = threading.Thread(target=lambda: _swallow(dying), daemon=True)
     asking.start()
-    assert stalled.asked.wait(10)
+    assert waits.asked.wait(10)
     if appended:
         taken = dying.order._taken if dying.order is not None else None
         assert taken is not None
@@ -257,8 +257,8 @@ def test_a_process_that_ends_in_between_stops_nobody(stage: Stage, appended: boo
     assert other.accept(2)
     assert [name for name, _, _ in other.fold()] == [request_id_of(MODEL, n) for n in (0, 1, 2)]
     assert other.fold() == of(fold_operations(stage.log).operations)
-    stalled.fails = True
-    stalled.word.set()
+    waits.fails = True
+    waits.word.set()
     asking.join(10)
 
 
@@ -271,16 +271,16 @@ def _swallow(process: Process) -> None:
 def test_its_lane_goes_on_with_another_process(stage: Stage) -> None:
     """Which leaves empty what was taken and not written, before it takes anything."""
     dying = stage.process("service-9")
-    stalled = _stalled(dying)
+    waits = stalled(dying)
     asking = threading.Thread(target=lambda: _swallow(dying), daemon=True)
     asking.start()
-    assert stalled.asked.wait(10)
+    assert waits.asked.wait(10)
     dying.die()
     again = stage.process("service-9")
     assert again.accept(1, "again")
     assert stage.processes[0].fold() == again.fold() == of(fold_operations(stage.log).operations)
-    stalled.fails = True
-    stalled.word.set()
+    waits.fails = True
+    waits.word.set()
     asking.join(10)
 
 
@@ -324,7 +324,7 @@ def test_a_catalog_out_of_reach_loses_nothing(stage: Stage, monkeypatch: pytest.
     monkeypatch.setattr("rollbook.service.journal.AGAIN_S", 0.1)
     process = stage.processes[0]
     process.accept(1)
-    away, ended = _Away(), Future[bool]()
+    away, ended = Away(), Future[bool]()
     with monkeypatch.context() as patch:
         patch.setattr("rollbook.store.catalog.database.Database.write", away)
         ending = threading.Thread(target=lambda: ended.set_result(process.end(1)))
@@ -339,7 +339,7 @@ def test_a_catalog_out_of_reach_loses_nothing(stage: Stage, monkeypatch: pytest.
     assert process.fold() == of(fold_operations(stage.log).operations)
 
 
-class _Away:
+class Away:
     """A catalog that is not reached."""
 
     def __init__(self) -> None:

@@ -83,10 +83,15 @@ def _placed(log: Store, lane: str, stop: int, begin: Folded) -> Iterator[tuple[i
         yield position, event
 
 
-def last_position(log: Store, cut: Cut) -> int:
-    """The last position that was noted in a cut; 0 for none."""
-    noted = (event.record for event in log.events_of([LaneOrdered.KIND], cut))
-    return max((record.position for record in noted if isinstance(record, LaneOrdered)), default=0)
+def last_position(log: Store, cut: Cut, start: Folded) -> int:
+    """The last position that was noted in a cut; 0 for none.
+
+    Args:
+        start: of a cut before it.
+    """
+    later = log.events_of([LaneOrdered.KIND], cut, {**start.cut})
+    noted = (event.record.position for event in later if isinstance(event.record, LaneOrdered))
+    return max([*start.positions.values(), *noted], default=0)
 
 
 def event_at(log: Store, place: Place) -> Event:
@@ -104,7 +109,7 @@ def record_at(log: Store, place: Place) -> Any:
 def older_request(log: Store, request_id: str) -> Operation | None:
     """A request that came and ended long ago, by the log alone; None: it never came. It reads all of it."""
     known: Operation | None = None
-    for event in log.events_of([OperationAccepted.KIND, OperationEnded.KIND]):
+    for event in events_of_clients(log):
         record, place = event.record, (event.lane, event.seq)
         if isinstance(record, OperationAccepted) and record.request_id == request_id:
             known = Operation(record, place)

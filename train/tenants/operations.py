@@ -410,6 +410,8 @@ class Operations:
             return True
         if wanted.operation == SAMPLE:
             self._check_sampling(wanted, coming)
+        elif wanted.number == CREATE:
+            self._check_free(wanted.model_id)
         elif (model := self.models.get(wanted.model_id)) is not None and wanted.number != model.done:
             others = [other for other in coming if other.model_id == wanted.model_id]
             count = model.pending + len(others)
@@ -418,6 +420,16 @@ class Operations:
                 text = f"{count} operations of {wanted.model_id} wait, with {size} bytes: try again"
                 raise RequestError(429, "too_many_pending", text)
         return False
+
+    def _check_free(self, model_id: str) -> None:
+        """Refuse to make a model where copies of weights are.
+
+        Raises:
+            RequestError: 422, they are.
+        """
+        if model_id in self.models:
+            text = f"model {model_id} holds copies of weights: give another model_seq_id"
+            raise RequestError(422, "holds_copies", text)
 
     def _check_sampling(self, wanted: OperationAccepted, coming: Iterable[OperationAccepted]) -> None:
         session_id = session_of(wanted.model_id)

@@ -1,4 +1,5 @@
-"""A model's state in files: a folder named by the number of an operation, never by what a client sent.
+"""A model's state in files: a folder named by the number of an operation and the attempt at it, never by what
+a client sent.
 
 It is an adapter of PEFT's form, or a whole model of Hugging Face's, with optimizer and gradients beside it
 where training goes on from it. In an adapter's `probe.json` is what the model with it makes of a fixed
@@ -20,6 +21,7 @@ from rollbook.engines.model_files import PEFT_WEIGHTS
 from rollbook.engines.weights.peft import write_probe
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json
+from rollbook.store.ids import new_id
 from rollbook.store.permissions import make_folder
 from rollbook.store.safe_paths import fsync_file, fsync_folder, place_inside
 from rollbook.train.checkpoints.checkpoint import WEIGHTS as WEIGHTS_FILE
@@ -76,18 +78,28 @@ def _write_trained(building: Path, model: ClientModel, base: Base, sampled: bool
 
 @contextmanager
 def _folder(store: Path, run: str, number: int) -> Iterator[tuple[Path, str]]:
-    """Context: (a new folder to write to, what it is called in the store once it is whole). What an
-    interrupted write left is replaced."""
-    name = f"checkpoints/{run}/operation-{number:08d}"
+    """Context: (a new folder to write to, what it is called in the store once it is whole). Another process
+    may write the same state: each has a folder of its own."""
+    name = f"checkpoints/{run}/operation-{number:08d}-{new_id()[-8:]}"
     folder = place_inside(store, name)
     building = folder.with_name(f"{folder.name}.creating")
-    shutil.rmtree(building, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
     make_folder(building)
     yield building, name
     fsync_folder(building)
     os.rename(building, folder)
     fsync_folder(folder.parent)
+
+
+def remove_attempts(store: Path, checkpoint: str, counts: bool) -> None:
+    """Remove the folder of an attempt at an operation that has ended, or where it counts, those of others."""
+    folder = place_inside(store, checkpoint)
+    if not counts:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    operation = folder.name.rpartition("-")[0]
+    for other in folder.parent.glob(f"{operation}-*"):
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def read_state(store: Path, name: str, digests: Json) -> State:

@@ -9,13 +9,22 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from typing import TypeVar
 
 from rollbook.service.metrics import ServiceMetrics
 from rollbook.service.order import Order, OwnOrder
 from rollbook.store import Event, Store
-from rollbook.store.errors import CatalogError, RequestError, RollbookError, WriteFailedError
+from rollbook.store.errors import (
+    CatalogError,
+    RequestError,
+    RollbookError,
+    StoreError,
+    UnstorableError,
+    WriteFailedError,
+)
 from rollbook.store.events import Json, OperationAccepted, OperationEnded, WeightsFreed
 from rollbook.store.ids import now_us
 from rollbook.store.log.writer import LaneWriter
@@ -32,6 +41,7 @@ SNAPSHOT_EVENTS, SNAPSHOT_LEAST = 200_000, 1000
 MOST_RECENT = 1024
 """Results that are kept in memory; older ones are read from the log."""
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def failure_of(error: Exception) -> Json:
@@ -85,8 +95,11 @@ class Journal:
         self._watching: list[Callable[[], None]] = []
         self._hearing: list[Callable[[str], None]] = []
         self._looking = False
-        cut = self.order.begin(self._come, self._hear)
-        self._folded = fold_operations(log, cut, read_snapshot(log))
+        self._gate, self._closed = threading.Lock(), False
+        self._broken: Exception | None = None
+        snapshot = read_snapshot(log)  # before the cut, which then holds it
+        cut = self.order.begin(snapshot, self._come, self._hear)
+        self._folded = fold_operations(log, cut, snapshot)
         self.operations, self._since = self._folded.operations, 0
         for operation in self.operations.waiting():
             self.metrics.accepted(operation.accepted)
@@ -105,10 +118,13 @@ class Journal:
     def stop(self) -> None:
         """Try no more to write what cannot be written."""
         self._stopped = True
+        self.order.stop()
 
     def close(self) -> None:
         """End behind what is to be written, and leave the rest to other processes."""
-        self._entries.put(None)
+        with self._gate:
+            self._closed = True
+            self._entries.put(None)
         self._thread.join()
         if self._since >= SNAPSHOT_LEAST:
             self._write_snapshot()
@@ -165,6 +181,17 @@ class Journal:
         if self.order.shared:
             await self.write([])
 
+    async def ask(self, question: Callable[[], T]) -> T:
+        """The answer to a question about the fold, while nothing is folded."""
+        answers = list[T]()
+
+        def answer() -> bool:
+            answers.append(question())
+            return False
+
+        await self.write([], unless=answer)
+        return answers[0]
+
     def look(self) -> None:
         """As `current`. Not on the event loop.
 
@@ -192,7 +219,8 @@ class Journal:
         lost.
 
         Raises:
-            WriteFailedError, CatalogError: it was stopped before it could.
+            StoreError, OSError: it was stopped before it could.
+            UnstorableError: there is no room for it in an event.
         """
         ended = events[-1].record
         assert isinstance(ended, OperationEnded)
@@ -200,7 +228,9 @@ class Journal:
         while True:
             try:
                 return self._put(events, lambda _: operation.ended is None, ended.request_id).result()
-            except (WriteFailedError, CatalogError) as error:
+            except UnstorableError:
+                raise
+            except (StoreError, OSError) as error:
                 if self._stopped:
                     raise
                 _log.warning("the end of an operation waits: %s", error)
@@ -220,7 +250,11 @@ class Journal:
     ) -> Future[bool]:
         entry = _Entry(events, admitted, key)
         entry.written.set_running_or_notify_cancel()
-        self._entries.put(entry)
+        with self._gate:
+            if self._closed:
+                entry.written.set_exception(WriteFailedError("the service is ending"))
+            else:
+                self._entries.put(entry)
         return entry.written
 
     def _come(self) -> None:
@@ -247,11 +281,21 @@ class Journal:
         """Write what is admitted of these; the others are told why they are not."""
         self._looking = False
         try:
+            if self._broken is not None:
+                raise WriteFailedError(f"start this process again: {self._broken!r}")
+            admitted: Sequence[_Entry]
             if not any(entry.events for entry in batch):
                 self.order.look(self._fold)
-                admitted = batch
+                admitted = [entry for entry in batch if _is_admitted(entry, ())]
             else:
                 admitted = self._written(batch)
+        except UnstorableError as error:
+            if len(batch) == 1:
+                batch[0].written.set_exception(error)
+            for entry in batch:  # which of them it is, each is told alone
+                if not entry.written.done():
+                    self._write([entry])
+            return
         except Exception as error:  # also a bug: nobody waits for ever
             for entry in batch:
                 if not entry.written.done():
@@ -273,8 +317,9 @@ class Journal:
         if events:
             try:
                 first = self._writer.append([*heading, *events]).result()
-            except WriteFailedError:
-                self.order.done(None)
+            except StoreError:
+                with suppress(CatalogError):  # it is given up later, as soon as others are looked for
+                    self.order.done(None)
                 raise
             self.order.done(first)
             lane, numbered = self._writer.lane, enumerate([*heading, *events], first)
@@ -282,6 +327,18 @@ class Journal:
         return admitted
 
     def _fold(self, events: Iterable[Event]) -> None:
+        try:
+            self._add(events)
+        except Exception as error:  # a bug: nothing may be written by a fold that is not whole
+            _log.exception("the log cannot be folded")
+            self._broken = error
+            raise
+        for watching in self._watching:
+            watching()
+        if self._since >= SNAPSHOT_EVENTS:
+            self._write_snapshot()
+
+    def _add(self, events: Iterable[Event]) -> None:
         for event in events:
             record = event.record
             if isinstance(record, OperationAccepted):
@@ -292,17 +349,13 @@ class Journal:
             self._since += 1
             if isinstance(record, OperationEnded):
                 self._keep(record)
-        for watching in self._watching:
-            watching()
-        if self._since >= SNAPSHOT_EVENTS:
-            self._write_snapshot()
 
     def _write_snapshot(self) -> None:
         """Write the fold, from which the next start goes on; it may fail, for it is in the log."""
         self._since = 0
         try:
             write_snapshot(self.log, self._folded)
-        except (RollbookError, OSError) as error:
+        except Exception as error:
             _log.warning("the next start folds more of the log: %s", error)
 
     def _keep(self, ended: OperationEnded) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,13 +37,14 @@ from rollbook.store.errors import CatalogError, LaneLockedError, StoreError
 from rollbook.store.events import LaneOrdered, codec
 from rollbook.store.ids import new_id
 from rollbook.store.log.reader import LaneReader
-from rollbook.store.log.recovery import recovered_lane
+from rollbook.store.log.recovery import may_hold_more, recovered_lane
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.wal.files import lane_folder, read_watermark
-from rollbook.train.tenants.history import last_position
+from rollbook.train.tenants.history import Folded, last_position
 
 LANE = "service"
 """Of a process alone, and of the first of several."""
+LANES = re.compile(r"service(-\d+)?")
 MOST_PROCESSES = 64
 RUN = "service"
 """Of events that are of no model."""
@@ -53,7 +55,11 @@ PATIENCE_S = 2.0
 KEPT_BATCHES = 100_000
 """Positions whose places are kept: a process that falls behind by more stops."""
 CHANNEL = "rollbook_service"
+_AT_ONCE = 500
+"""Names that a query asks for."""
 _PAUSES_S = (0.0, 0.001, 0.002, 0.005, 0.02)
+STILL_S, _STOPPING_S = 30.0, 1.0
+"""So long others are waited for whose events are not durable yet; and where this process is to end."""
 _LOOK_S = 0.25
 """Between two looks at whether a process ended before its events were durable."""
 _POLL_S = 0.05
@@ -70,10 +76,11 @@ class Order(Protocol):
     shared: bool
     """Whether there may be other processes."""
 
-    def begin(self, news: Callable[[], None], heard: Callable[[str], None]) -> Cut:
+    def begin(self, start: Folded, news: Callable[[], None], heard: Callable[[str], None]) -> Cut:
         """The cut to be folded first, once.
 
         Args:
+            start: what is folded already.
             news: called where others may have written; heard: told what was told to all.
         """
 
@@ -101,6 +108,9 @@ class Order(Protocol):
     def tell(self, message: str) -> None:
         """Tell all processes something, which may be lost."""
 
+    def stop(self) -> None:
+        """Wait for others no longer than needed: the process is to end."""
+
     def close(self) -> None:
         """Leave everything to the others."""
 
@@ -118,11 +128,12 @@ class OwnOrder:
         self._log, self._writer, self.lane = log, writer, writer.lane
         self._heard: Callable[[str], None] = lambda _: None
 
-    def begin(self, news: Callable[[], None], heard: Callable[[str], None]) -> Cut:
+    def begin(self, start: Folded, news: Callable[[], None], heard: Callable[[str], None]) -> Cut:
         """The head. Behind what several processes wrote, the lane goes on at a position of its own."""
         self._heard = heard
+        recover_lanes(self._log, self.lane)
         head = self._log.head()
-        if last := last_position(self._log, head):
+        if last := last_position(self._log, head, start):
             self._writer.append([Event(LaneOrdered(last + 1), run=RUN)]).result()
             head = self._log.head()
         return head
@@ -148,6 +159,9 @@ class OwnOrder:
     def tell(self, message: str) -> None:
         """It hears itself."""
         self._heard(message)
+
+    def stop(self) -> None:
+        """Nobody is waited for."""
 
     def close(self) -> None:
         """There is nobody to leave anything to."""
@@ -188,17 +202,22 @@ class SharedOrder:
         self._epoch, self._position = "", 0
         self._taken: _Batch | None = None
         self._readers: dict[str, LaneReader] = {}
-        self._stopped = threading.Event()
+        self._stopped, self._stopping = threading.Event(), False
         self._begun: Cut = {}
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._live, self._listen)]
 
     # The order --------------------------------------------------------------------------------------
 
-    def begin(self, news: Callable[[], None], heard: Callable[[str], None]) -> Cut:
-        """A cut that has all positions which were taken so far, and no more."""
+    def begin(self, start: Folded, news: Callable[[], None], heard: Callable[[str], None]) -> Cut:
+        """A cut that has all positions which were taken so far, and no more.
+
+        Raises:
+            CatalogError: the catalog cannot be reached, or another process stands still.
+        """
         self._news, self._heard = news, heard
+        recover_lanes(self._log, self.lane)
         # A process that needs no order may have written behind the others, or the catalog is a new one.
-        last = last_position(self._log, self._log.head())
+        last = last_position(self._log, self._log.head(), start)
         with self._database.write() as session:
             self._note_alive(session)
             if (head := session.get(ServiceHeadRow, 1)) is None:
@@ -289,6 +308,8 @@ class SharedOrder:
             end = self._head(session).position
             if end == self._position:
                 return
+            if end < self._position:
+                raise CatalogError("the catalog has fewer positions than it had: start its processes again")
             later = ServiceBatchRow.position > self._position
             rows = session.scalars(select(ServiceBatchRow).where(later).order_by(ServiceBatchRow.position))
             batches = [*map(_batch_of, rows)]
@@ -298,7 +319,10 @@ class SharedOrder:
             if batch.process == self.process:  # whose transaction was thought to have failed
                 self._give_up(batch)
             elif self._await(batch):
-                fold(self._read(batch))
+                events = [*self._read(batch)]
+                # Where it was given up, its place in the lane may be another position's by now.
+                if isinstance(noted := events[0].record, LaneOrdered) and noted.position == batch.position:
+                    fold(events)
             self._position = batch.position
         self._position = end
 
@@ -306,13 +330,19 @@ class SharedOrder:
         return read_watermark(lane_folder(self._log.path, batch.lane)).next_seq >= batch.seq + batch.events
 
     def _await(self, batch: _Batch) -> bool:
-        """Wait until the events of a position are durable; False: they never will be."""
-        tries, look_at = 0, time.monotonic() + _LOOK_S
+        """Wait until the events of a position are durable; False: they never will be.
+
+        Raises:
+            CatalogError: whoever took it stands still.
+        """
+        tries, begun = 0, time.monotonic()
+        look_at = begun + _LOOK_S
         while not self._is_durable(batch):
-            if self._stopped.is_set():
-                raise CatalogError("it is stopping")
-            if time.monotonic() > look_at:
-                look_at = time.monotonic() + _LOOK_S
+            if (now := time.monotonic()) > begun + (_STOPPING_S if self._stopping else STILL_S):
+                text = f"a process that writes lane {batch.lane!r} stands still, and others wait for it"
+                raise CatalogError(f"{text}: have it go on, or end it")
+            if now > look_at:
+                look_at = now + _LOOK_S
                 with self._database.read() as session:
                     if session.get(ServiceBatchRow, batch.position) is None:
                         return False
@@ -352,28 +382,39 @@ class SharedOrder:
         Raises:
             CatalogError: the catalog cannot be reached.
         """
-        trains, taken = waited_s is not None, set[str]()
+        wanted, trains = [*names], waited_s is not None
+        with self._database.read() as session:
+            held = self._held(session, wanted)
+        mine = {name for name in wanted if held.get(name) == self.process}
+        if len(held) == len(wanted):
+            return mine
         with self._database.write() as session:
             self._note_alive(session)
-            alive = self._alive(session)
-            waits = trains and (waited_s or 0.0) < PATIENCE_S and self._is_burdened(session, alive)
-            for name in names:
-                seat = session.get(ServiceSeatRow, name)
-                held = seat is not None and seat.process in alive
-                if seat is not None and held and seat.process == self.process:
-                    taken.add(name)
-                elif not held and not waits:
-                    session.merge(ServiceSeatRow(name=name, process=self.process, trains=trains))
-                    taken.add(name)
-        return taken
+            held = self._held(session, wanted)
+            free = [name for name in wanted if name not in held]
+            if trains and (waited_s or 0.0) < PATIENCE_S:
+                free = free[: self._share(session)]
+            for name in free:
+                session.merge(ServiceSeatRow(name=name, process=self.process, trains=trains))
+        return mine | {*free}
 
-    def _is_burdened(self, session: Session, alive: set[str]) -> bool:
-        """Whether another process trains fewer models."""
+    def _held(self, session: Session, names: Sequence[str]) -> dict[str, str]:
+        """Those of these that a process has which is alive, and which one."""
+        held, alive = dict[str, str](), self._alive(session)
+        for at in range(0, len(names), _AT_ONCE):
+            some = ServiceSeatRow.name.in_(names[at : at + _AT_ONCE])
+            seats = session.scalars(select(ServiceSeatRow).where(some))
+            held |= {seat.name: seat.process for seat in seats if seat.process in alive}
+        return held
+
+    def _share(self, session: Session) -> int:
+        """How many models more this process may have before another has fewer."""
         counts = select(ServiceSeatRow.process, func.count()).where(ServiceSeatRow.trains)
         models = {row[0]: row[1] for row in session.execute(counts.group_by(ServiceSeatRow.process))}
         trainers = session.scalars(select(ServiceProcessRow.id).where(ServiceProcessRow.trains))
+        alive = self._alive(session)
         fewest = min((models.get(process, 0) for process in trainers if process in alive), default=0)
-        return models.get(self.process, 0) > fewest
+        return max(fewest + 1 - models.get(self.process, 0), 0)
 
     def leave(self, names: Sequence[str]) -> None:
         """As `Order.leave`.
@@ -386,7 +427,8 @@ class SharedOrder:
             session.execute(delete(ServiceSeatRow).where(*mine))
 
     def _alive(self, session: Session) -> set[str]:
-        alive = ServiceProcessRow.until > self._now(session)
+        now = self._now(session)  # a sign of the far future is of a clock that went back
+        alive = ServiceProcessRow.until.between(now, now + 2 * ALIVE_S)
         return {*session.scalars(select(ServiceProcessRow.id).where(alive))}
 
     def _note_alive(self, session: Session) -> None:
@@ -450,6 +492,10 @@ class SharedOrder:
                         self._news()
                 self._news()
 
+    def stop(self) -> None:
+        """As `Order.stop`."""
+        self._stopping = True
+
     def close(self) -> None:
         """As `Order.close`."""
         self._stopped.set()
@@ -463,3 +509,11 @@ class SharedOrder:
 
 def _batch_of(row: Any) -> _Batch:
     return _Batch(row.position, row.lane, row.seq, row.events, row.process)
+
+
+def recover_lanes(log: Store, own: str) -> None:
+    """Have what processes that were killed wrote, and did not say so, count from now on."""
+    for lane in log.lanes():
+        if LANES.fullmatch(lane) and lane != own and may_hold_more(log.path, lane):
+            with contextlib.suppress(LaneLockedError), recovered_lane(log.path, lane):
+                _log.info("lane %s is recovered", lane)

@@ -178,7 +178,6 @@ class TrainingService:
         seed = 0 if asked is None else asked.seed
         body = sent.model_dump(mode="json")
         drawn = secrets.randbelow(1 << 31) if seed is None else seed
-        self._check_free(model_id)
         settings = {"base_model": sent.base_model, "lora": lora, "seed": drawn}
         settings |= {} if sent.user_metadata is None else {"user_metadata": sent.user_metadata}
         return await self._accept(model_id, CREATE, "create_model", body, digest_of(body), settings)
@@ -187,7 +186,6 @@ class TrainingService:
         """Accept that a model is made from weights that were saved."""
         self._operations.session(sent.session_id, caller)
         model_id, body = model_id_of(sent.session_id, sent.model_seq_id), sent.model_dump(mode="json")
-        self._check_free(model_id)
         asked = model_id, CREATE, "load_weights", body, digest_of(body)
         if request_id_of(model_id, CREATE) in self._operations.by_request:
             return await self._accept(*asked, {})  # what the path named then may be gone by now
@@ -216,17 +214,6 @@ class TrainingService:
         if rank is not None and rank > self._most_rank:
             text = f"lora_config.rank {rank}: here it is {self._most_rank} at most (limits.rank)"
             raise RequestError(400, "bad_rank", text)
-
-    def _check_free(self, model_id: str) -> None:
-        """Refuse to make a model where copies of weights are.
-
-        Raises:
-            RequestError: 422, they are.
-        """
-        model = self._operations.models.get(model_id)
-        if model is not None and model.copy_of is not None:
-            text = f"model {model_id} holds copies of weights: give another model_seq_id"
-            raise RequestError(422, "holds_copies", text)
 
     async def load_into(self, sent: LoadState, caller: str | None) -> Json:
         """Accept that weights that were saved take the place of a model's own."""

@@ -13,7 +13,7 @@ from rollbook.service.journal import Journal
 from rollbook.service.order import RUN
 from rollbook.service.requests import CopyWeights
 from rollbook.store import Event
-from rollbook.store.errors import RequestError, WriteFailedError
+from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, SessionOpened, WeightsChanged, WeightsCopied, WeightsFreed
 from rollbook.store.ids import new_id
 from rollbook.store.safe_paths import place_inside
@@ -29,6 +29,7 @@ from rollbook.train.tenants.operations import (
     model_id_of,
     model_in,
     path_of,
+    request_id_of,
     run_of,
 )
 
@@ -118,8 +119,10 @@ class Weights:
                 raise RequestError(422, "other_body", text)
             return not self._journal.check_kept(saved.checkpoint)
 
+        # In a session the model is named: nothing else is to be made of it at once.
+        key = request_id_of(model_id, CREATE) if sent.session_id is not None else f"copy {made}"
         events = [*before, Event(copied, run=run_of(model_id))]
-        if not await self._journal.write(events, key=f"copy {made if once else model_id}", unless=is_made):
+        if not await self._journal.write(events, key=key, unless=is_made):
             assert once is not None
             return self._operations.copies[caller, once]
         return path
@@ -166,14 +169,18 @@ class Weights:
             await self._journal.write(lapsed)
         if not self._operations.gone:
             return
-        held = held_checkpoints(self._operations)
-        loose = {name: by for name, by in self._operations.gone.items() if name not in held}
+        loose = await self._journal.ask(self._loose)
         if loose:
             sizes = await asyncio.to_thread(lambda: [bytes_of(self._folder(name)) for name in loose])
             sized = zip(loose.items(), sizes, strict=True)
             freed = [WeightsFreed(*by, name, size) for (name, by), size in sized]
             if await self._journal.free(freed, lambda: self._are_held({*loose})):
                 await asyncio.to_thread(self._remove, [*loose])
+
+    def _loose(self) -> dict[str, tuple[str, int]]:
+        """The checkpoints that are not there any more, and that nothing refers to."""
+        held = held_checkpoints(self._operations)
+        return {name: by for name, by in self._operations.gone.items() if name not in held}
 
     def _are_held(self, checkpoints: set[str]) -> bool:
         """Whether something refers to one of these by now, or another process removes them."""
@@ -188,8 +195,8 @@ class Weights:
                 await asyncio.to_thread(self._remove, left)
                 left = []
                 await self.sweep()
-            except (WriteFailedError, OSError) as error:
-                _log.warning("what has expired is removed later: %s", error)
+            except Exception:  # whatever it is: the next look is a minute away
+                _log.exception("what has expired is removed later")
             try:
                 await asyncio.wait_for(self._wake.wait(), SWEEP_S)
             except TimeoutError:

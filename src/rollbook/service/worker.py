@@ -8,12 +8,13 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollbook.service.idle import IdleStates
 from rollbook.service.journal import Journal, failure_of
+from rollbook.service.order import PATIENCE_S
 from rollbook.store import Event
-from rollbook.store.errors import CatalogError, ModelError, RequestError
+from rollbook.store.errors import ModelError, RequestError, StoreError, UnstorableError
 from rollbook.store.events import (
     OperationAccepted,
     OperationEnded,
@@ -43,7 +44,7 @@ from rollbook.train.tenants.operations import (
     session_of,
     trained_digest,
 )
-from rollbook.train.tenants.states import write_state, write_trained
+from rollbook.train.tenants.states import remove_attempts, write_state, write_trained
 from rollbook.train.tenants.steps import committed_step, planned_step
 
 LEAST_COST = 256
@@ -121,14 +122,26 @@ class Worker:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopped:
+        while True:
             self._news.clear()
-            if not (ready := self._ready()):
+            if self._stopped:  # whoever says so behind this wakes it
+                return
+            try:
+                worked = self._work()
+            except Exception:  # the next operation is tried again, or another one comes
+                _log.exception("no operation could be begun")
+                worked = False
+            if not worked:
                 self._news.wait(LOOK_S if self._journal.order.shared else None)
-                continue
-            model = self._operations.models[self._turns.next(ready)]
-            assert model.next is not None
-            self._do(model, model.next)
+
+    def _work(self) -> bool:
+        """Do the next operation, if there is one."""
+        if not (ready := self._ready()):
+            return False
+        model = self._operations.models[self._turns.next(ready)]
+        if (operation := model.next) is not None:  # which another process may have done by now
+            self._do(model, operation)
+        return True
 
     def _ready(self) -> dict[str, int]:
         """The models with a next operation that is to be done here, and what it costs."""
@@ -136,26 +149,28 @@ class Worker:
         if self._journal.order.shared:
             self._take({model.model_id for model in ready})
             ready = [model for model in ready if model.model_id in self._own]
-        return {m.model_id: _cost(m.next.accepted) for m in ready if m.next is not None}
+        following = ((model.model_id, model.next) for model in ready)
+        return {model_id: _cost(o.accepted) for model_id, o in following if o is not None}
 
     def _take(self, ready: set[str]) -> None:
         """Have models that no other process trains, and leave those that are trained no more."""
         now = time.monotonic()
         self._seen = {model_id: self._seen.get(model_id, (now, now)) for model_id in ready - self._own}
         try:
-            for model_id, (since, again) in self._seen.items():
-                if now >= again:
-                    self._seen[model_id] = since, now + LOOK_S
-                    if self._journal.order.take([model_id], now - since):
-                        self._own.add(model_id)
-                        self._journal.look()  # whoever had it may have done more of it
+            due = {model_id: since for model_id, (since, again) in self._seen.items() if now >= again}
+            self._seen |= {model_id: (since, now + LOOK_S) for model_id, since in due.items()}
+            for waits in (True, False):
+                names = [name for name, since in due.items() if (now - since >= PATIENCE_S) is waits]
+                if names and (taken := self._journal.order.take(names, PATIENCE_S if waits else 0.0)):
+                    self._own |= taken
+                    self._journal.look()  # whoever had them may have done more of them
             models = self._operations.models
             if over := [
                 m for m in self._own if session_of(m) in self._operations.over and not models[m].pending
             ]:
                 self._own.difference_update(over)
                 self._journal.order.leave(over)
-        except CatalogError as error:
+        except (StoreError, OSError) as error:
             _log.warning("models that wait are not looked at: %s", error)
 
     def _do(self, model: ModelOperations, operation: Operation) -> None:
@@ -168,10 +183,26 @@ class Worker:
                 _log.exception("operation %s failed", accepted.request_id)
                 self._models.pop(model.model_id, None)  # it is made again from the log
             records = [OperationEnded(*named, None, failure_of(error), {})]
-        if self._journal.end([Event(record, run=model.run) for record in records]):
+        counts, checkpoint = self._ended(model, records)
+        if counts:
             self._behind[model.model_id] = accepted.number
         else:  # another process has the model
             self._own.discard(model.model_id)
+            self._opened.discard(model.model_id)
+        if checkpoint is not None:
+            remove_attempts(self._store, checkpoint, counts)
+
+    def _ended(self, model: ModelOperations, records: list[Record]) -> tuple[bool, str | None]:
+        """Write the records of an operation: whether they count, and the checkpoint that they name."""
+        ended = records[-1]
+        assert isinstance(ended, OperationEnded)
+        try:
+            counts = self._journal.end([Event(record, run=model.run) for record in records])
+        except UnstorableError as error:
+            self._models.pop(model.model_id, None)
+            failed = replace(ended, result=None, error=failure_of(error), digests={}, checkpoint=None)
+            counts = self._journal.end([Event(failed, run=model.run)])
+        return counts, ended.checkpoint
 
     def _done(self, model: ModelOperations, operation: Operation) -> list[Record]:
         """Do an operation; the records of it, its end last."""

@@ -98,7 +98,11 @@ def test_what_the_kinds_say() -> None:
     ]
     assert FAT_KINDS == ("turn.requested", "turn.completed")
     lasting = kinds_where(lambda properties: properties.lasting)
-    assert sorted(lasting) == ["segment.dropped", "step.retired", "trajectory.erased"]
+    assert sorted(lasting) == [
+        *("lane.ordered", "operation.accepted", "operation.ended", "sampler.opened", "segment.dropped"),
+        *("session.ended", "session.opened", "step.retired", "trajectory.erased"),
+        *("weights.changed", "weights.copied", "weights.freed"),
+    ]
     of_policy = kinds_where(lambda properties: properties.of == "policy")
     assert sorted(of_policy) == [
         *(
