@@ -1,1 +1,1 @@
-"""Models of clients that share one base model: what is sent, what it does to a model, and the fold of it."""
+"""Models of clients that share base models: what is sent, what it does to a model, and the fold of it."""
