@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import typer.testing
 from hypothesis import settings
+from tests.fakes.processes.postgresql import postgres
 from tests.fakes.stories.records import step_planned, turn_completed, turn_requested
 
 from rollbook import store as rb
@@ -26,6 +27,9 @@ from rollbook.store import Event, Store
 from rollbook.store import events as kinds
 from rollbook.store.catalog import database
 from rollbook.store.fold.trajectory import prompt_sha256
+
+__all__ = ["postgres"]
+"""The server is one for all tests of a process: what a store may lead to is said once."""
 
 ROOT = Path(__file__).parents[1]
 pytest_plugins = [

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import pytest
 from sqlalchemy import create_engine
-from tests.fakes.processes.postgresql import postgres
 from tests.service.test_order import MODEL, Away, Process, Stage, of, several, stage, stalled
 
 from rollbook.service import journal as journals
@@ -39,7 +38,7 @@ from rollbook.train.tenants.history import fold_operations, older_request
 from rollbook.train.tenants.operations import model_id_of, request_id_of
 from rollbook.train.tenants.states import _folder
 
-__all__ = ["postgres", "stage"]
+__all__ = ["stage"]
 pytestmark = pytest.mark.timeout(120)
 on_sqlite = pytest.mark.parametrize("stage", ["sqlite"], indirect=True)
 NOBODY = cast(Any, SimpleNamespace())

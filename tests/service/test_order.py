@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import create_engine
-from tests.fakes.processes.postgresql import DATABASE, EMPTY, Server, postgres
+from tests.fakes.processes.postgresql import DATABASE, EMPTY, Server
 
 from rollbook import store as rb
 from rollbook.service import order as orders
@@ -27,7 +27,6 @@ from rollbook.store.log.writer import LaneWriter
 from rollbook.train.tenants.history import events_of_clients, fold_operations
 from rollbook.train.tenants.operations import model_id_of, request_id_of
 
-__all__ = ["postgres"]
 SEVERAL = ["sqlite", "postgresql"]
 MODEL = model_id_of("s1", 0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.fakes.processes.postgresql import DATABASE, EMPTY, Server, postgres
+from tests.fakes.processes.postgresql import DATABASE, EMPTY, Server
 from tests.fakes.processes.ray_nodes import ray_nodes
 from tests.fakes.proxies.lossy import LossyProxy
 from tests.fakes.stories import fabric
@@ -21,7 +21,6 @@ from rollbook.cli.app import app
 from rollbook.store.events import OperationEnded
 from rollbook.train.tenants.history import events_of_clients
 
-__all__ = ["postgres"]
 pytestmark = [pytest.mark.service, pytest.mark.timeout(480)]
 KILLS, STEPS = 6, 5
 

@@ -281,28 +281,27 @@ class Journal:
         """Write what is admitted of these; the others are told why they are not."""
         self._looking = False
         try:
-            if self._broken is not None:
-                raise WriteFailedError(f"start this process again: {self._broken!r}")
-            admitted: Sequence[_Entry]
-            if not any(entry.events for entry in batch):
-                self.order.look(self._fold)
-                admitted = [entry for entry in batch if _is_admitted(entry, ())]
-            else:
-                admitted = self._written(batch)
-        except UnstorableError as error:
-            if len(batch) == 1:
-                batch[0].written.set_exception(error)
-            for entry in batch:  # which of them it is, each is told alone
-                if not entry.written.done():
-                    self._write([entry])
-            return
+            admitted = self._settled(batch)
         except Exception as error:  # also a bug: nobody waits for ever
-            for entry in batch:
-                if not entry.written.done():
+            left = [entry for entry in batch if not entry.written.done()]
+            alone = isinstance(error, UnstorableError) and len(batch) > 1
+            for entry in left:
+                if alone:  # which of them it is, each is told by itself
+                    self._write([entry])
+                else:
                     entry.written.set_exception(error)
             return
         for entry in admitted:
             entry.written.set_result(True)
+
+    def _settled(self, batch: Sequence[_Entry]) -> Sequence[_Entry]:
+        """Those of these that were admitted; their events are written and folded."""
+        if self._broken is not None:
+            raise WriteFailedError(f"start this process again: {self._broken!r}")
+        if any(entry.events for entry in batch):
+            return self._written(batch)
+        self.order.look(self._fold)
+        return [entry for entry in batch if _is_admitted(entry, ())]
 
     def _written(self, batch: Sequence[_Entry]) -> Sequence[_Entry]:
         """Those of these that were admitted, written and folded."""

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import URL, Engine, create_engine
-from tests.fakes.processes.postgresql import DATABASE, EMPTY, Server, postgres
+from tests.fakes.processes.postgresql import DATABASE, EMPTY, Server
 
 from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.catalog.catalog import catalog_url
-
-__all__ = ["postgres"]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
