@@ -118,5 +118,6 @@ def load_service_config(path: Path, overrides: list[str]) -> ServiceConfig:
     try:
         return ServiceConfig.model_validate_json(json.dumps(values, default=str))
     except ValidationError as error:
-        wrong = [f"  {v.key}: {describe_invalid(ServiceConfig, v)}" for v in invalid_values(error, values)]
+        invalid = ((v.key, describe_invalid(ServiceConfig, v)) for v in invalid_values(error, values))
+        wrong = [f"  {key}: {why}" if key else f"  {why}" for key, why in invalid]
         raise ConfigError("\n".join([f"{path}:", *wrong])) from error
