@@ -29,9 +29,10 @@ from rollbook.engines.model_files import PEFT_WEIGHTS
 from rollbook.engines.sglang.adapters import SglangAdapters
 from rollbook.engines.weights.digests import digest_tensors
 from rollbook.service.journal import Journal
+from rollbook.service.order import LANE, RUN
 from rollbook.service.requests import Sample
-from rollbook.service.sampling import RUN, Sampler
-from rollbook.service.serve import LANE, sglang_engine
+from rollbook.service.sampling import Sampler
+from rollbook.service.serve import sglang_engine
 from rollbook.service.stop_texts import Texts
 from rollbook.store import Event
 from rollbook.store.errors import EngineError
@@ -278,7 +279,8 @@ def test_a_service_samples_through_it_also_after_it_was_started_anew(rig: Rig) -
         known = f"s1:sample:{name}", "s1", "tiny", "s1:train:0", None, 3, saved.digest, saved.checkpoint
         opened.append(SamplerOpened(*known))  # type: ignore[arg-type]
     rig.run(rig.journal.write([Event(record, run=RUN) for record in opened]))
-    sampler = Sampler(rig.journal, rig.engine, "tiny", rig.base.digest, Texts.of(rig.base.folder), 2)
+    digest, texts = rig.base.digest, Texts.of(rig.base.folder)
+    sampler = Sampler(rig.journal, rig.engine, "tiny", RUN, digest, texts, 2)
     rig.run(rig.engine.close())
     rig.run(sampler.start())
     assert not [one for one in rig.server.get("/v1/models")["data"] if one["parent"]]

@@ -235,8 +235,10 @@ def branched(tmp_path_factory: pytest.TempPathFactory, view: Callable[[Store], V
         kinds.TrajectoryOpened("id-b", "b", None, "2+2", "eval"),
         turn_requested("id-b", "b1", root_reason="first_turn", messages=[{"role": "user", "content": "hm"}]),
     ]
+    at_us = 1_700_000_000_000_000  # a millisecond between two: what is sampled in none is no stretch
+    events = [Event(r, "run one", time_us=at_us + 1000 * at) for at, r in enumerate(records)]
     with log.writer("serve") as writer:
-        writer.append([Event(record, "run one") for record in records]).result(30)
+        writer.append(events).result(30)
     return iter([view(log)])
 
 
