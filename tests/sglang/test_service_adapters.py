@@ -36,7 +36,15 @@ from rollbook.service.serve import sglang_engine
 from rollbook.service.stop_texts import Texts
 from rollbook.store import Event
 from rollbook.store.errors import EngineError
-from rollbook.store.events import PolicyActivated, SamplerOpened, SessionOpened, TurnCompleted, token_ids
+from rollbook.store.events import (
+    OperationAccepted,
+    PolicyActivated,
+    Record,
+    SamplerOpened,
+    SessionOpened,
+    TurnCompleted,
+    token_ids,
+)
 from rollbook.store.ids import new_id
 from rollbook.train.config.lora import TARGETS, LoraConfig, Target
 from rollbook.train.tenants import tinker_pb2
@@ -274,10 +282,12 @@ def _sampled(rig: Rig, sampler: Sampler, number: int, name: str, **asked: Any) -
 def test_a_service_samples_through_it_also_after_it_was_started_anew(rig: Rig) -> None:
     """Requests, answers and turns are as of every engine; adapters beyond the most make room; the log knows
     which weights the server held at each of its starts."""
-    opened = [SessionOpened("s1", None, {})]
+    made = {"base_model": "tiny", "lora": {"rank": 4}, "seed": 0}
+    create = OperationAccepted("s1:train:0:0", "s1:train:0", 0, "create_model", {}, "d", made)
+    opened: list[Record] = [SessionOpened("s1", None, {}), create]
     for name, saved in rig.saved.items():
         known = f"s1:sample:{name}", "s1", "tiny", "s1:train:0", None, 3, saved.digest, saved.checkpoint
-        opened.append(SamplerOpened(*known))  # type: ignore[arg-type]
+        opened.append(SamplerOpened(*known))
     rig.run(rig.journal.write([Event(record, run=RUN) for record in opened]))
     digest, texts = rig.base.digest, Texts.of(rig.base.folder)
     sampler = Sampler(rig.journal, rig.engine, "tiny", RUN, digest, texts, 2)
