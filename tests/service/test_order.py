@@ -355,7 +355,7 @@ def test_a_model_is_one_processes_as_long_as_that_is_alive(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then it is anybody's. A process that gives it back has it no more."""
-    monkeypatch.setattr(orders, "ALIVE_S", 1.0)
+    monkeypatch.setattr(orders, "ALIVE_S", 3.0)
     monkeypatch.setattr(orders, "SIGN_S", 0.2)
     one, other = (stage.process().order for _ in range(2))
     assert one is not None

@@ -105,7 +105,7 @@ def test_ray_places_workers_and_replaces_one(
 
 def _trainer() -> psutil.Process:
     """The process that Ray has for its worker."""
-    by = time.monotonic() + 60
+    by = time.monotonic() + 180
     while time.monotonic() < by:
         for process in psutil.process_iter(["name", "cmdline"]):
             if "RayWorker.work" in " ".join(process.info["cmdline"] or []):
