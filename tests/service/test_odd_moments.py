@@ -44,6 +44,19 @@ on_sqlite = pytest.mark.parametrize("stage", ["sqlite"], indirect=True)
 NOBODY = cast(Any, SimpleNamespace())
 
 
+def folded_by(process: Process) -> list[Event]:
+    """What a process folds from now on."""
+    folded, add = list[Event](), process.journal._add
+
+    def noted(events: Iterable[Event]) -> None:
+        whole = list(events)
+        folded.extend(whole)
+        add(whole)
+
+    process.journal._add = noted  # type: ignore[method-assign]
+    return folded
+
+
 class Refuses:
     """A writer that takes long to refuse one append, as too large, and then appends."""
 
@@ -67,15 +80,8 @@ class Refuses:
 @several
 def test_a_place_that_is_used_again_is_read_once(stage: Stage) -> None:
     """A position that was given up and one that has its place in the lane are two, for those who wait too."""
-    slow, other, folded = stage.process(), stage.processes[0], list[tuple[str, int]]()
-    add = other.journal._add
-
-    def noted(events: Iterable[Event]) -> None:
-        whole = list(events)
-        folded.extend((event.lane, event.seq) for event in whole)
-        add(whole)
-
-    other.journal._add = noted  # type: ignore[method-assign]
+    slow, other = stage.process(), stage.processes[0]
+    folded = folded_by(other)
     refuses = Refuses(slow)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(slow.accept, 1)
@@ -89,7 +95,7 @@ def test_a_place_that_is_used_again_is_read_once(stage: Stage) -> None:
         assert second.result(10)
         looking.result(10)
     assert other.fold() == of(fold_operations(stage.log).operations)
-    assert len(folded) == len({*folded}) > 0
+    assert len(folded) == len({(event.lane, event.seq) for event in folded}) > 0
 
 
 def test_one_that_cannot_be_stored_is_refused_alone(stage: Stage) -> None:
@@ -119,18 +125,10 @@ def test_a_snapshot_of_later_is_not_gone_on_from(stage: Stage, monkeypatch: pyte
         return snapshot
 
     monkeypatch.setattr(journals, "read_snapshot", late)
-    later, folded = stage.process(), list[Any]()
-    add = later.journal._add
-
-    def noted(events: Iterable[Event]) -> None:
-        whole = list(events)
-        folded.extend(event.record for event in whole)
-        add(whole)
-
-    known = request_id_of(MODEL, 1) in later.journal.operations.by_request
-    later.journal._add = noted  # type: ignore[method-assign]
+    later = stage.process()
+    folded, known = folded_by(later), request_id_of(MODEL, 1) in later.journal.operations.by_request
     assert later.fold() == first.fold()
-    assert known is not any(isinstance(record, OperationAccepted) for record in folded)
+    assert known is not any(isinstance(event.record, OperationAccepted) for event in folded)
 
 
 @several

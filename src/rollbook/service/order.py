@@ -346,19 +346,13 @@ class SharedOrder:
                 with self._database.read() as session:
                     if session.get(ServiceBatchRow, batch.position) is None:
                         return False
-                if self._has_ended(batch):
+                if recovers(self._log, batch.lane):  # its process has ended
                     break
             time.sleep(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
             tries += 1
         if self._is_durable(batch):
             return True
         self._give_up(batch)
-        return False
-
-    def _has_ended(self, batch: _Batch) -> bool:
-        """Whether the process that was to append has ended; then its lane is recovered."""
-        with contextlib.suppress(LaneLockedError), recovered_lane(self._log.path, batch.lane):
-            return True
         return False
 
     def _give_up(self, batch: _Batch) -> None:
@@ -515,5 +509,12 @@ def recover_lanes(log: Store, own: str) -> None:
     """Have what processes that were killed wrote, and did not say so, count from now on."""
     for lane in log.lanes():
         if LANES.fullmatch(lane) and lane != own and may_hold_more(log.path, lane):
-            with contextlib.suppress(LaneLockedError), recovered_lane(log.path, lane):
-                _log.info("lane %s is recovered", lane)
+            recovers(log, lane)
+
+
+def recovers(log: Store, lane: str) -> bool:
+    """Recover a lane, unless a process writes it: then False."""
+    with contextlib.suppress(LaneLockedError), recovered_lane(log.path, lane):
+        _log.info("lane %s is recovered", lane)
+        return True
+    return False

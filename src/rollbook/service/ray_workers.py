@@ -6,6 +6,7 @@ The store's folder has the same path on all nodes.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ class RayWorker:
 
     def work(self, settings: str, store: str) -> None:
         """Train until it is killed: what it has begun then, another one does."""
-        work(ServiceConfig.model_validate_json(settings), open_store(Path(store)), lambda: None)
+        config, forever = ServiceConfig.model_validate_json(settings), threading.Event().wait
+        work(config, open_store(Path(store)), lambda: None, forever)
 
 
 def work_on_ray(

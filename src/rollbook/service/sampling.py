@@ -53,6 +53,7 @@ from rollbook.train.tenants.operations import (
     request_id_of,
     run_of,
     sampler_id_of,
+    session_of,
     trained_digest,
 )
 from rollbook.train.tenants.origins import key_of
@@ -250,36 +251,29 @@ class Sampler:
 
     # What clients ask -------------------------------------------------------------------------------
 
-    async def open(self, sent: CreateSampler, caller: str | None) -> str:
-        """A sampler of the base model, or of weights that were saved.
+    async def open(self, sampler_id: str, path: str | None, saved: Saved | None) -> None:
+        """Open a sampler of the base model, or of weights that were saved at a path.
 
         Raises:
-            RequestError: 404, there is no such session, or no such weights; 400, another base model; 422,
-                the number was another sampler's.
+            RequestError: 400, nothing samples from them; 404, they are gone; 422, it is another sampler's id.
         """
-        operations = self._journal.operations
-        operations.session(sent.session_id, caller)
-        sampler_id = sampler_id_of(sent.session_id, sent.sampling_session_seq_id)
-        named, saved = (sampler_id, sent.session_id, self._base_model), None
-        if sampler_id not in operations.samplers and sent.model_path is not None:
-            saved = self._journal.saved(sent.model_path, caller)
-            if WHOLE in saved.digests:
-                self.check_whole()
+        operations, named = self._journal.operations, (sampler_id, session_of(sampler_id), self._base_model)
+        if saved is not None and WHOLE in saved.digests:
+            self.check_whole()
         if saved is None:
             opened, run = SamplerOpened(*named, None, None, 0, self._digest, None), self._run
         else:
-            opened, run = sampler_of_saved(named, saved, sent.model_path), run_of(saved.model_id)
+            opened, run = sampler_of_saved(named, saved, path), run_of(saved.model_id)
 
         def known() -> bool:
             if (earlier := operations.samplers.get(sampler_id)) is None:
                 return not self._journal.check_kept(opened.checkpoint)
-            if earlier.path != sent.model_path:
+            if earlier.path != path:
                 text = f"sampling session {sampler_id} is another's weights"
                 raise RequestError(422, "other_body", text)
             return True
 
         await self._journal.write([Event(opened, run=run)], key=sampler_id, unless=known)
-        return sampler_id
 
     async def accept(self, sent: Sample, caller: str | None) -> Json:
         """Accept that sequences are sampled.
@@ -549,13 +543,14 @@ class Samplers:
         return self.of_base(self._operations.samplers[sampler_id].base_model)
 
     async def open(self, sent: CreateSampler, caller: str | None) -> str:
-        """As `Sampler.open`.
+        """The id of a sampler: a new one, or that which the same request opened before.
 
         Raises:
-            RequestError: as that; 400, nothing is sampled from the base model.
+            RequestError: 404, there is no such session, or no such weights; 400, they are of another base
+                model, or nothing is sampled from it; as `Sampler.open`.
         """
         self._operations.session(sent.session_id, caller)
-        sampler_id = sampler_id_of(sent.session_id, sent.sampling_session_seq_id)
+        sampler_id, saved = sampler_id_of(sent.session_id, sent.sampling_session_seq_id), None
         if (known := self._operations.samplers.get(sampler_id)) is not None:
             base_model = known.base_model
         elif sent.model_path is None:
@@ -566,7 +561,8 @@ class Samplers:
         if sent.base_model not in (None, base_model):
             text = f"base_model {sent.base_model!r}: {sent.model_path} is of {base_model!r}"
             raise RequestError(400, "other_base_model", text)
-        return await self.of_base(base_model).open(sent, caller)
+        await self.of_base(base_model).open(sampler_id, sent.model_path, saved)
+        return sampler_id
 
     def described(self, sampler_id: str, caller: str | None) -> Json:
         """What a sampler samples from.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from rollbook.engines.weights.digests import digest_tensors, read_weights
 from rollbook.engines.weights.identify import Identity
 from rollbook.engines.weights.log import WeightLog
 from rollbook.service.app import build_service_app
-from rollbook.service.config import BaseConfig, SamplerConfig, ServiceConfig
+from rollbook.service.config import SamplerConfig, ServiceConfig
 from rollbook.service.journal import Journal
 from rollbook.service.order import LANE, MOST_PROCESSES, RUN, SharedOrder
 from rollbook.service.sampling import HeldWhole, Sampler, Samplers
@@ -36,10 +35,6 @@ from rollbook.train.tenants.operations import POLICY
 
 EngineKeys = tuple[str | None, str | None]
 """(the key of an engine's server, that of its control routes)"""
-
-
-forever = threading.Event().wait
-"""Waits for the end of the process."""
 
 
 def serve_service(
@@ -63,7 +58,7 @@ def serve_service(
         CatalogError: other processes serve with this one, and the catalog cannot be reached.
     """
     bases = _bases(config) if config.trains else {}
-    served = [_served(name, base, bases.get(name)) for name, base in config.served().items()]
+    served = _served(config, bases)
     with _journal(config, log, config.trains, served) as journal:
         worker = Worker(journal, bases, config.models, config.full) if bases else None
         samplers = _samplers(config, journal, served, engine_keys)
@@ -74,7 +69,7 @@ def serve_service(
 
 
 def work(
-    config: ServiceConfig, log: Store, announce: Callable[[], None], ended: Callable[[], object] = forever
+    config: ServiceConfig, log: Store, announce: Callable[[], None], ended: Callable[[], object]
 ) -> None:
     """Do operations of models beside other processes.
 
@@ -90,8 +85,7 @@ def work(
     if not config.shared:
         raise ConfigError("a worker needs shared = true: others accept what it does")
     bases = _bases(config)
-    served = [_served(name, base, bases[name]) for name, base in config.served().items()]
-    with _journal(config, log, True, served) as journal:
+    with _journal(config, log, True, _served(config, bases)) as journal:
         worker = Worker(journal, bases, config.models, config.full)
         worker.start()
         announce()
@@ -119,20 +113,23 @@ class Served:
     sampler: SamplerConfig
 
 
-def _served(name: str, base: BaseConfig, loaded: Base | None) -> Served:
-    """A base model of a CONFIG.
+def _served(config: ServiceConfig, loaded: Mapping[str, Base]) -> list[Served]:
+    """The base models of a CONFIG.
 
     Args:
-        loaded: the same, where it is in memory.
+        loaded: those that are in memory.
 
     Raises:
-        ModelError: it cannot be trained.
+        ModelError: one cannot be trained.
     """
-    folder = Path(base.base)
-    digest = digest_tensors(read_weights(folder)) if loaded is None else loaded.digest
-    shape = read_shape(folder) if loaded is None else loaded.policy.shape
-    run = f"{RUN}-{digest[:16]}"  # another base model's weights are another run's version 0
-    return Served(name, folder, run, digest, shape, base.sampler)
+    served = list[Served]()
+    for name, wanted in config.served().items():
+        folder, base = Path(wanted.base), loaded.get(name)
+        digest = digest_tensors(read_weights(folder)) if base is None else base.digest
+        shape = read_shape(folder) if base is None else base.policy.shape
+        run = f"{RUN}-{digest[:16]}"  # another base model's weights are another run's version 0
+        served.append(Served(name, folder, run, digest, shape, wanted.sampler))
+    return served
 
 
 def _bases(config: ServiceConfig) -> dict[str, Base]:
@@ -170,10 +167,12 @@ def _journal(config: ServiceConfig, log: Store, trains: bool, served: Sequence[S
 
 def _writer(log: Store, shared: bool) -> LaneWriter:
     """The writer of a lane of its own: the first that no other process writes."""
-    for number in range(1, MOST_PROCESSES if shared else 1):
+    numbers = range(2, MOST_PROCESSES + 1) if shared else ()
+    *lanes, last = LANE, *(f"{LANE}-{number}" for number in numbers)
+    for lane in lanes:
         with contextlib.suppress(LaneLockedError):
-            return log.writer(LANE if number == 1 else f"{LANE}-{number}")
-    return log.writer(LANE if not shared else f"{LANE}-{MOST_PROCESSES}")
+            return log.writer(lane)
+    return log.writer(last)
 
 
 def _samplers(
