@@ -13,6 +13,8 @@
     │   ├── CutError             (also ValueError) a cut that cannot be read or is not held
     │   ├── CatalogError         the catalog's database; the log itself is well
     │   ├── RemoteError          object storage is not reached, or refuses; the log itself is well
+    │   ├── MediumError          what carries the log to other hosts is not reached, or refuses
+    │   ├── FencedError          (also OSError) a lane was given up to another host; it takes nothing more
     │   ├── VersionError         weights that are not the version as which they are to count
     │   └── UpkeepError          (also ValueError) what to keep, retire or erase is not there or not clear
     ├── QueryError               (also ValueError) DuckDB refused a query, or it would leave the store
@@ -100,6 +102,14 @@ class CatalogError(StoreError):
 class RemoteError(StoreError):
     """Object storage cannot be reached, or refuses the request. Neither remote nor local files were
     changed."""
+
+
+class MediumError(StoreError):
+    """What carries the log between hosts cannot be reached, or refuses. What is on this disk is well."""
+
+
+class FencedError(StoreError, OSError):
+    """Another host has taken over what a process of this one held: its lanes take no further appends."""
 
 
 class UpkeepError(StoreError, ValueError):

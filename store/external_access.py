@@ -29,9 +29,9 @@ def allows_host(host: str, port: int | None = None) -> bool:
     return bool({host.lower(), f"{host}:{port}".lower()} & named)
 
 
-def allows_bucket(bucket: str) -> bool:
+def allows_bucket(bucket: str, scheme: str = "s3") -> bool:
     """Whether the bucket of object storage is named."""
-    return f"s3://{bucket}" in [entry.rstrip("/") for entry in _entries()]
+    return f"{scheme}://{bucket}" in [entry.rstrip("/") for entry in _entries()]
 
 
 def remedy(*entries: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from pathlib import Path
 
-from rollbook.store.log.store import Store
+from rollbook.store.log.store import Carrier, Store
 from rollbook.store.marker import MARKER, create_marker, read_marker
 from rollbook.store.safe_paths import look_inside
+from rollbook.store.settings import read_settings
 from rollbook.store.wal.segment import LaneState
 
 
@@ -18,13 +20,33 @@ def open_store(path: str | os.PathLike[str], *, create: bool = False) -> Store:
         NotAStoreError: nothing is there (and `create` is false), or something that is not a store.
         FormatError: a newer Rollbook wrote it.
         OutsideError: the folder holds a link, a device or the like; none of it was opened.
+        MediumError: the store is one of several hosts, and what the others wrote cannot be had.
     """
     folder = Path(path).absolute()
     if create and not (folder / MARKER).exists():
         create_marker(folder)
-    store = Store(folder, read_marker(folder), _note_opening)
+    store_id = read_marker(folder)
     look_inside(folder)
-    return store
+    return Store(folder, store_id, _note_opening, _carrier(folder, store_id))
+
+
+_CARRIERS: dict[tuple[Path, int], Carrier] = {}
+
+
+def _carrier(folder: Path, store_id: str) -> Carrier | None:
+    """What carries the store between hosts, one for each folder in a process; None where there is one
+    host."""
+    settings = read_settings(folder).medium
+    if settings.url is None:
+        return None
+    key = (folder, os.getpid())
+    if key not in _CARRIERS:
+        from rollbook.store.hosts.carrier import Carrier as HostCarrier
+
+        carrier = _CARRIERS[key] = HostCarrier(folder, store_id, settings)
+        atexit.register(carrier.close)
+    _CARRIERS[key].catch_up()
+    return _CARRIERS[key]
 
 
 def _note_opening(store: Path, lane: str, state: LaneState) -> None:

@@ -66,6 +66,27 @@ class OwnRemoteSettings(RemoteSettings):
     """Settings given on the operator's command line, which `store.external_access` does not restrict."""
 
 
+class MediumSettings(_Section):
+    """What carries the log between hosts; without `url` there is one host."""
+
+    url: str | None = None
+    """s3://bucket/prefix (gs://, az://), or nats://host:port,host:port; file:///folder for hosts of one
+    disk."""
+    endpoint: str | None = None
+    """URL of an S3-compatible service that is not AWS."""
+    ack: Literal["local", "medium"] = "local"
+    """local: an event is acknowledged when this host's disk has it; medium: when the medium has it too."""
+    lease_s: float = Field(default=6.0, ge=0, le=3600)
+    """So long after a host was last heard another one may take over what it held; a host that cannot renew
+    its lease stops acknowledging before. 0: nobody may, and none stops."""
+    follow: tuple[str, ...] = ("*",)
+    """Lanes of other hosts that are copied to this one, by names with `*`; others cannot be read here."""
+
+
+class OwnMediumSettings(MediumSettings):
+    """Settings given on the operator's command line, which `store.external_access` does not restrict."""
+
+
 class CatalogSettings(_Section):
     """Where the catalog is."""
 
@@ -87,6 +108,7 @@ class StoreSettings(_Section):
     append: AppendSettings = AppendSettings()
     seal: SealSettings = SealSettings()
     remote: RemoteSettings = RemoteSettings()
+    medium: MediumSettings = MediumSettings()
     catalog: CatalogSettings = CatalogSettings()
     files: FileSettings = FileSettings()
 

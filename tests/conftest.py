@@ -383,6 +383,7 @@ def _upkeep_records() -> list[Any]:
         kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
         kinds.StepAbandoned(0, 1, "actor", 1, 0, 2),
         kinds.SegmentRepaired("serve", 3, "00000003-00000003.1", 10, 12, "checksum mismatch"),
+        kinds.EventOrphaned("t1", "serve.a", 12, {"kind": "label.added", "name": "n", "value": "v"}),
         kinds.PreferenceAdded("t1", "t2", 0.5, "judge", "nightly-judge"),
         kinds.EvalFinished(
             *("actor", 1, "train", "serve=14", "serve=18", 2, 5, 1, 0, 1), {"loss": 0.5, "reward": 1.0}

@@ -33,7 +33,7 @@ BELOW = {
 AT_ROOT = ("store", "ingest", "train", "replay")
 ROOMS = {
     "store": [
-        *("events", "redaction", "fold", "wal", "sealed", "log", "catalog", "open", "sql"),
+        *("events", "redaction", "fold", "wal", "sealed", "medium", "log", "catalog", "hosts", "open", "sql"),
         *("upkeep", "interchange"),
     ],
     "engines": ["weights", "fleet", "startup_check", "sglang", "embedded"],

@@ -165,7 +165,9 @@ class ShardLeases:
 
     def writer_of(self, lane: str) -> int | None:
         """The number of the proxy whose lane that is."""
-        return self.wire.lanes.index(lane) if lane in self.wire.lanes else None
+        # Of a store of several hosts, each has its host's name behind it.
+        lanes = enumerate(self.wire.lanes)
+        return next((n for n, own in lanes if lane == own or lane.startswith(f"{own}.")), None)
 
     def states(self) -> list[Json]:
         """What is known of each, for people."""

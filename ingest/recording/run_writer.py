@@ -31,8 +31,9 @@ class RunWriter:
     """
 
     def __init__(self, store: Store, lane: str, run: str) -> None:
-        self.store, self.lane, self.run = store, lane, run
+        self.store, self.run = store, run
         self.writer = store.writer(lane)
+        self.lane = self.writer.lane
         self.redactor = Redactor(key=store_secret(store.path, SECRETS))
         """Takes secrets out of errors and settings, for all that record them."""
         self._last: Future[int] | None = None

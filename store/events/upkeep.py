@@ -54,6 +54,19 @@ class SegmentRepaired(Record, kind="segment.repaired"):
 
 
 @dataclass(frozen=True, slots=True)
+class EventOrphaned(Record, kind="event.orphaned", about=About(of="trajectory", text={"event": marked})):
+    """Event `of_seq` of `of_lane` was behind the end that another host gave that lane: it counts for nothing.
+
+    `event` is all of it, as `rollbook tail --json` prints events.
+    """
+
+    trajectory_id: str | None
+    of_lane: str
+    of_seq: int
+    event: Any
+
+
+@dataclass(frozen=True, slots=True)
 class TrajectoryErased(Record, kind="trajectory.erased", about=About(lasting=True)):
     """The text of a trajectory was removed from every sealed file; its ids too unless `tokens_kept`."""
 

@@ -30,7 +30,7 @@ from rollbook.store.log.tail import Filter, Tail
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.sealed.parquet import read_file
 from rollbook.store.sealed.unit import MARKS, current_units
-from rollbook.store.wal.files import closed_head, lane_folder, read_watermark, without_lanes
+from rollbook.store.wal.files import closed_head, folders_of_lanes, lane_folder, read_watermark, without_lanes
 
 LANE_PREFIX = "consumer."
 RUN = "store"
@@ -81,7 +81,8 @@ class Consumer(AbstractContextManager["Consumer"]):
                 "give one of them another name"
             ) from None
         try:
-            start = last_cursor(store, self.lane, name) or {}
+            start = _last_of_all(store, self.lane, name)
+            self.lane = self._writer.lane
             own = frozenset({self.lane})
             wanted = Filter(without=NO_CURSORS, skip_lanes=own)
             self._tail = Tail(store, without_lanes(start, own), wanted)
@@ -157,7 +158,7 @@ class Cursors:
             CutError: the name is no consumer's.
             CorruptionError: the log is damaged.
         """
-        own = last_cursor(self._store, consumer_lane(name), name)
+        own = _last_of_all(self._store, consumer_lane(name), name) or None
         with self._lock:
             for lane, end in closed_head(self._store).items():
                 if not lane.startswith(LANE_PREFIX):
@@ -186,6 +187,15 @@ class Cursors:
 def union(first: Cut, second: Cut) -> dict[str, int]:
     """The smallest cut that holds both."""
     return {lane: max(first.get(lane, 0), second.get(lane, 0)) for lane in {*first, *second}}
+
+
+def _last_of_all(store: Path, lane: str, name: str) -> dict[str, int]:
+    """The consumer's cursor, wherever it ran: on another host its lane has that one's name behind it."""
+    start: dict[str, int] = {}
+    for other in folders_of_lanes(store):
+        if other == lane or other.startswith(f"{lane}."):
+            start = union(start, last_cursor(store, other, name) or {})
+    return start
 
 
 def last_cursor(store: Path, lane: str, name: str) -> dict[str, int] | None:

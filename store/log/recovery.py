@@ -26,11 +26,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from rollbook.store.errors import CorruptionError
+from rollbook.store.errors import CorruptionError, LaneLockedError
 from rollbook.store.safe_paths import fsync_folder, open_plain
 from rollbook.store.sealed.unit import unsealed_start
 from rollbook.store.wal.files import (
+    FENCED,
     Watermark,
+    is_replica,
     lane_folder,
     quarantine,
     read_watermark,
@@ -60,7 +62,7 @@ def recover_lane(store: Path, lane: str, acknowledged: Watermark | None = None) 
     """
     folder = lane_folder(store, lane)
     if acknowledged is not None:
-        _cut_behind(folder, acknowledged)
+        cut_behind(folder, acknowledged)
     while True:
         start: Start | None = None
         try:
@@ -86,6 +88,11 @@ def recovered_lane(store: Path, lane: str) -> Iterator[None]:
         CorruptionError: acknowledged bytes are damaged or missing.
     """
     folder = lane_folder(store, lane)
+    if is_replica(store, lane):
+        if not (folder / FENCED).exists():
+            raise LaneLockedError(f"lane {lane!r} is written by another host: wait until that one is gone")
+        yield  # nothing is ever added to it
+        return
     fd = take_lock(folder / "LOCK", f"lane {lane!r} is being written by", "wait", briefly=True)
     try:
         # Whole frames beyond the watermark count from now on, as they would for the next writer.
@@ -99,14 +106,14 @@ def may_hold_more(store: Path, lane: str) -> bool:
     """Whether a lane's files are longer than its watermark says: it is written, or its writer was killed."""
     folder = lane_folder(store, lane)
     mark, numbers = read_watermark(folder), segment_numbers(folder)
-    if not numbers or numbers[-1] < mark.segment:
+    if is_replica(store, lane) or not numbers or numbers[-1] < mark.segment:
         return False
     with contextlib.suppress(FileNotFoundError):  # it was sealed meanwhile
         return numbers[-1] > mark.segment or segment_path(folder, numbers[-1]).stat().st_size > mark.offset
     return False
 
 
-def _cut_behind(folder: Path, end: Watermark) -> None:
+def cut_behind(folder: Path, end: Watermark) -> None:
     """Truncate the lane, durably, to what its writer has acknowledged."""
     for number in reversed(segment_numbers(folder)):
         path = segment_path(folder, number)

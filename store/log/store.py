@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import numpy as np
@@ -24,13 +24,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollbook.store.cut import Cut, format_cut, parse_cut
-from rollbook.store.errors import CorruptionError, CutError
+from rollbook.store.errors import CorruptionError, CutError, FencedError
 from rollbook.store.events import BodyStored, Event, RunOpened, StepPlanned, TrajectoryOpened, codec
 from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.store.log.consumer import Consumer
 from rollbook.store.log.reader import LaneReader
 from rollbook.store.log.tail import EVERYTHING, Filter, Tail
-from rollbook.store.log.writer import LaneWriter
+from rollbook.store.log.writer import LaneWriter, Shipment
 from rollbook.store.marker import raise_marker
 from rollbook.store.permissions import make_folder
 from rollbook.store.sealed.names import Hashes, name_hashes, opened_in
@@ -38,7 +38,7 @@ from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.sealed.point_read import rows_of_kinds, trajectory_rows, unit_body
 from rollbook.store.sealed.unit import Unit, while_replaced
 from rollbook.store.settings import AppendSettings, StoreSettings, read_settings
-from rollbook.store.wal.files import closed_head, folders_of_lanes, take_lock
+from rollbook.store.wal.files import closed_head, folders_of_lanes, is_replica, take_lock
 from rollbook.store.wal.segment import LaneState
 
 POINT_READS = 256
@@ -50,6 +50,24 @@ Opened = Callable[[Path, str, LaneState], None]
 """Called with the folder and the lane that a writer took, and what it found there."""
 
 
+class Carrier(Protocol):
+    """What a store has that is carried between hosts."""
+
+    def lane_for(self, lane: str) -> str:
+        """The lane that this host writes where one host alone would write `lane`."""
+
+    def ship(self, lane: str, on_fenced: Callable[[FencedError], None]) -> Shipment:
+        """Begin to carry a lane to other hosts."""
+
+    def claim(
+        self, what: str, remedy: str, patience_s: float, *, shared: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """Hold a claim among hosts."""
+
+    def catch_up(self) -> None:
+        """Return once all is here that other hosts had shipped when this was called."""
+
+
 def _ignore_opening(path: Path, lane: str, state: LaneState) -> None:
     """Do nothing."""
 
@@ -59,11 +77,14 @@ class Store:
 
     Args:
         opened: called for each lane that is opened for writing.
+        carrier: of a store of several hosts.
     """
 
-    def __init__(self, path: Path, store_id: str, opened: Opened = _ignore_opening) -> None:
+    def __init__(
+        self, path: Path, store_id: str, opened: Opened = _ignore_opening, carrier: Carrier | None = None
+    ) -> None:
         self.path = path
-        self._opened = opened
+        self._opened, self.carrier = opened, carrier
         self.store_id = store_id
         self._points = TrajectoryReader(path)
 
@@ -80,6 +101,10 @@ class Store:
             if any(name == "WATERMARK" or name.endswith(".wal") for name in names):
                 lanes.append(lane)
         return sorted(lanes)
+
+    def own_lanes(self) -> list[str]:
+        """Names of the lanes that this host writes, sorted; all, where there is one host."""
+        return [lane for lane in self.lanes() if not is_replica(self.path, lane)]
 
     def head(self) -> dict[str, int]:
         """The cut that holds everything durable at one instant, so that it is closed.
@@ -260,6 +285,8 @@ class Store:
     def writer(self, lane: str, settings: AppendSettings | None = None) -> LaneWriter:
         """Take a lane for writing; closes with the context manager.
 
+        In a store of several hosts the lane has this host's name in it.
+
         Args:
             settings: grouping and segment sizes (default: the store's own).
 
@@ -269,7 +296,9 @@ class Store:
             FormatError: a newer Rollbook has written into the store since it was opened.
         """
         raise_marker(self.path)
-        writer = LaneWriter(self.path, self.store_id, lane, settings or self.settings().append)
+        ship = None if self.carrier is None else self.carrier.ship
+        lane = lane if self.carrier is None else self.carrier.lane_for(lane)
+        writer = LaneWriter(self.path, self.store_id, lane, settings or self.settings().append, ship=ship)
         self._opened(self.path, lane, writer.recovered)
         return writer
 
@@ -295,11 +324,12 @@ class Store:
 
     @contextlib.contextmanager
     def claim(
-        self, what: str, remedy: str, patience_s: float = 0.0, *, shared: bool = False
+        self, what: str, remedy: str, patience_s: float = 0.0, *, shared: bool = False, of_host: bool = False
     ) -> Iterator[None]:
         """Be the only process that does `what` with this store, such as training a policy of a run.
 
         Args:
+            of_host: it concerns this host's files alone, and each host may do so.
             patience_s: how long to wait for another process that holds the claim.
             shared: share the claim with others that share it; nobody can then hold it
                 exclusively.
@@ -314,7 +344,11 @@ class Store:
             file, f"{what} in {self.path} is being done by", remedy, patience_s=patience_s, shared=shared
         )
         try:
-            yield
+            if self.carrier is None or of_host:
+                yield
+            else:
+                with self.carrier.claim(what, remedy, patience_s, shared=shared):
+                    yield
         finally:
             os.close(fd)
 

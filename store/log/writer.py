@@ -23,14 +23,15 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollbook.store.errors import CorruptionError, WriteFailedError
+from rollbook.store.errors import CorruptionError, FencedError, WriteFailedError
 from rollbook.store.events import Event, TurnCompleted
 from rollbook.store.log.reader import LaneReader
 from rollbook.store.log.recovery import recover_lane
@@ -41,7 +42,7 @@ from rollbook.store.sealed.unit import MARKS, TURNS, Unit, while_replaced
 from rollbook.store.settings import AppendSettings
 from rollbook.store.wal import files
 from rollbook.store.wal.files import lane_folder, segment_path
-from rollbook.store.wal.flusher import Disk, Flusher, RealDisk
+from rollbook.store.wal.flusher import Acknowledged, Disk, Flusher, RealDisk, resolve
 from rollbook.store.wal.frame import BadFrameError
 from rollbook.store.wal.framer import REMEMBERED, EventWindow, Framer
 from rollbook.store.wal.segment import LaneState, segment_batches
@@ -56,6 +57,20 @@ PROBE_BYTES = 1 << 20
 """Free bytes required before an attempt, if more than the failed write: with less it would fail again."""
 
 logger = logging.getLogger(__name__)
+
+
+class Shipment(Protocol):
+    """What carries a lane to other hosts while a writer has it."""
+
+    def acknowledge(self, mark: files.Watermark, acknowledged: Acknowledged) -> None:
+        """Resolve the futures of what is durable here, once it may count as acknowledged."""
+
+    def close(self) -> None:
+        """Carry on what is durable, and end."""
+
+
+Ship = Callable[[str, Callable[[FencedError], None]], Shipment]
+"""Called with a lane, and with what is to be called when another host has ended it."""
 
 
 class _Signal(enum.Enum):
@@ -98,8 +113,10 @@ class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
         lane: the lane's name.
         settings: grouping and segment sizes.
         disk: what makes bytes durable.
+        ship: begins to carry the lane to other hosts, once its lock is held and it is recovered.
 
     Raises:
+        FencedError: another host has ended the lane.
         LaneLockedError: another process writes the lane.
         CorruptionError: acknowledged events of the lane are damaged.
         WriteFailedError: its files cannot be read or written.
@@ -112,10 +129,14 @@ class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
         lane: str,
         settings: AppendSettings | None = None,
         disk: Disk | None = None,
+        ship: Ship | None = None,
     ) -> None:
         self.lane = lane
+        self._shipment: Shipment | None = None
         self.spells = 0
         """How often it had to stop taking appends."""
+        self.fenced: FencedError | None = None
+        """That another host has ended the lane."""
         self._store, self._store_id, self._disk = store, store_id, disk or RealDisk()
         self._settings = settings or AppendSettings()
         self._queue: queue.SimpleQueue[tuple[_Pending, ...] | _Signal] = queue.SimpleQueue()
@@ -133,8 +154,11 @@ class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
         self._lock_fd = self._take_lock()
         try:
             self.recovered: LaneState = recover_lane(store, lane)
+            self._ship_as(ship)
             self._framer, self._flusher = self._begin(self.recovered)
         except BaseException as error:
+            if self._shipment is not None:
+                self._shipment.close()
             os.close(self._lock_fd)
             if isinstance(error, OSError):
                 text = f"lane {lane!r} of {store} cannot be begun: {error}; mend that and begin again"
@@ -146,6 +170,13 @@ class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
         pa.array([], pa.int8())
         self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
         self._thread.start()
+
+    def _ship_as(self, ship: Ship | None) -> None:
+        """Begin to carry the recovered lane to other hosts, if it is."""
+        if ship is not None:
+            files.write_watermark(files.lane_folder(self._store, self.lane), self.recovered.mark)
+            self._shipment = ship(self.lane, self._give_up)
+            self._shipment.acknowledge(self.recovered.mark, [])
 
     def _take_lock(self) -> int:
         return files.take_lock(
@@ -188,7 +219,8 @@ class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
             OSError: it cannot be begun.
         """
         folder = files.lane_folder(self._store, self.lane)
-        flusher = Flusher(folder, state.mark, self._disk, self._note_failure)
+        acknowledge = resolve if self._shipment is None else self._shipment.acknowledge
+        flusher = Flusher(folder, state.mark, self._disk, self._note_failure, acknowledge)
         try:
             window = event_window(self._store, self.lane, state)
             framer = Framer(self.lane, self._store_id, state, window, self._settings)
@@ -226,7 +258,7 @@ class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
             if self._failure is not None or self._closed:
                 reason = self._failure or "it is closed"
                 for _, future in appends:
-                    future.set_exception(WriteFailedError(f"lane {self.lane!r}: {reason}"))
+                    future.set_exception(self._refusal(reason))
                 return
             accepted = tuple((tuple(events), future) for events, future in appends if events)
             if accepted:
@@ -254,10 +286,17 @@ class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
         self._thread.join()
         if first:
             self._flusher.close()
+            if self._shipment is not None:
+                self._shipment.close()
             os.close(self._lock_fd)
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _give_up(self, error: FencedError) -> None:
+        """Take no more appends, ever: another host has ended the lane."""
+        self._damaged, self.fenced = True, error
+        self._note_failure(error)
 
     def _note_failure(self, error: Exception) -> None:
         """Take no more appends."""
@@ -334,7 +373,11 @@ class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
     def _fail(self, group: _Group, error: Exception) -> None:
         for _, future in group.appends:
             if not future.done():
-                future.set_exception(WriteFailedError(f"lane {self.lane!r}: {error}"))
+                future.set_exception(self._refusal(error))
+
+    def _refusal(self, reason: object) -> Exception:
+        """The error of an append that is not taken."""
+        return self.fenced or WriteFailedError(f"lane {self.lane!r}: {reason}")
 
     def _mend(self) -> None:
         """Resume, if the lane's files can be written again."""

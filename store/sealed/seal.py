@@ -29,7 +29,14 @@ from rollbook.store.sealed.unit import (
 )
 from rollbook.store.settings import SealSettings
 from rollbook.store.spill import private_database
-from rollbook.store.wal.files import lane_folder, quarantine, read_watermark, segment_numbers, segment_path
+from rollbook.store.wal.files import (
+    carried_to,
+    lane_folder,
+    quarantine,
+    read_watermark,
+    segment_numbers,
+    segment_path,
+)
 from rollbook.store.wal.segment import SegmentInfo, Start, segment_batches, verify_segment
 
 UNIT_WAL_BYTES = 64 << 20
@@ -42,8 +49,11 @@ def closed_segments(store: Path, lane: str) -> list[int]:
     """Numbers of the segments that are closed and not sealed, rising."""
     folder = lane_folder(store, lane)
     start = unsealed_start(store, lane).number
-    open_segment = read_watermark(folder).segment
-    return [n for n in segment_numbers(folder) if start <= n < open_segment]
+    end = read_watermark(folder).segment
+    carried = carried_to(store, lane)
+    if carried is not None:
+        end = min(end, carried.segment)  # what other hosts do not have yet stays in its file
+    return [n for n in segment_numbers(folder) if start <= n < end]
 
 
 def seal_closed(store: Path, lane: str, settings: SealSettings, *, all_of_it: bool = False) -> Iterator[Unit]:
@@ -56,8 +66,9 @@ def seal_closed(store: Path, lane: str, settings: SealSettings, *, all_of_it: bo
         CorruptionError: a segment is damaged; the lane is quarantined, what came before it is sealed.
     """
     numbers = closed_segments(store, lane)
-    last = read_watermark(lane_folder(store, lane))
-    if all_of_it and last.segment and last.segment not in numbers:
+    last, carried = read_watermark(lane_folder(store, lane)), carried_to(store, lane)
+    whole = carried is None or carried.next_seq >= last.next_seq
+    if all_of_it and whole and last.segment and last.segment not in numbers:
         path = segment_path(lane_folder(store, lane), last.segment)
         if last.segment >= unsealed_start(store, lane).number and path.exists():
             numbers.append(last.segment)

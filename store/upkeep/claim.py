@@ -50,7 +50,7 @@ def claim_upkeep(log: Store) -> Iterator[None]:
             f"{log.path} only reads what is in object storage: do this where it is written; or, if this is "
             "to be that store from now on and no other, set [remote] uri in store.toml"
         )
-    with log.claim(CLAIM, "try again when it is done", PATIENCE_S):
+    with log.claim(CLAIM, "try again when it is done", PATIENCE_S, of_host=True):
         yield
 
 

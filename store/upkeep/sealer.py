@@ -144,8 +144,8 @@ class Sealer:
         begun = time.monotonic()
         settings = self._store.settings().seal
         lanes: list[LaneSealed] = []
-        with self._store.claim(CLAIM, "try again when it is done", patience_s):
-            for lane in self._store.lanes():
+        with self._store.claim(CLAIM, "try again when it is done", patience_s, of_host=True):
+            for lane in self._store.own_lanes():
                 if self._stop.is_set():
                     break
                 lanes.append(self._lane(lane, settings))

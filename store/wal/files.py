@@ -19,6 +19,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
 import xxhash
 
 from rollbook.store.cut import LANE_NAME, Cut
@@ -48,6 +49,116 @@ class Watermark:
         """32 bytes: the three numbers and their xxh3-64, little-endian."""
         body = struct.pack("<QQQ", self.segment, self.offset, self.next_seq)
         return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+HOST = "HOST"
+"""File in a store's folder that is carried to and from other hosts: the name of this one."""
+SHIPPED, REPLICA, FENCED, REPLICAS = "SHIPPED", "REPLICA", "FENCED", "REPLICAS"
+"""Of a lane's folder: how far it is in the medium, that another host writes it, and that it was ended. Of the
+store's folder: how far the replicas of all lanes may be read."""
+_SHIPPED = struct.Struct("<QQQQQQQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """How far a lane of this host is in the medium.
+
+    Attributes:
+        number: of the chunk to come.
+        epoch: of the lane.
+        segment, offset: end of the whole frames that are there.
+        into: bytes of the frame behind them that are there: a large one goes in several chunks.
+        next_seq: of the lane, there.
+        gated: whether only what is there counts as acknowledged, and may be read.
+    """
+
+    number: int
+    epoch: int
+    segment: int
+    offset: int
+    into: int
+    next_seq: int
+    gated: bool
+
+    def pack(self) -> bytes:
+        """64 bytes: seven numbers and their xxh3-64, little-endian."""
+        numbers = (
+            self.number,
+            self.epoch,
+            self.segment,
+            self.offset,
+            self.into,
+            self.next_seq,
+            int(self.gated),
+        )
+        body = struct.pack("<QQQQQQQ", *numbers)
+        return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
+
+
+def unpack_shipped(data: bytes) -> Shipped | None:
+    """How far a lane is in the medium, by a file's bytes; None where they are damaged, or half
+    overwritten."""
+    if len(data) != _SHIPPED.size:
+        return None
+    *numbers, gated, check = _SHIPPED.unpack(data)
+    if xxhash.xxh3_64_intdigest(data[:56]) != check:
+        return None
+    number, epoch, segment, offset, into, next_seq = numbers
+    return Shipped(number, epoch, segment, offset, into, next_seq, bool(gated))
+
+
+def read_shipped(folder: Path) -> Shipped | None:
+    """How far a lane is in the medium; None where nothing says so, or what does is damaged."""
+    try:
+        return unpack_shipped(read_small(folder / SHIPPED))
+    except FileNotFoundError:
+        return None
+
+
+def carried_to(store: Path, lane: str) -> Watermark | None:
+    """How far a lane of this host is in the medium, and may be sealed; None where nothing is carried."""
+    if not (store / HOST).exists():
+        return None
+    shipped = read_shipped(lane_folder(store, lane))
+    return (
+        Watermark(0, 0, 0)
+        if shipped is None
+        else Watermark(shipped.segment, shipped.offset, shipped.next_seq)
+    )
+
+
+def replicas_bytes(counts: Cut) -> bytes:
+    """The content of the file `REPLICAS`: lane -> events that may be read, and a checksum."""
+    body = orjson.dumps(dict(counts))
+    return struct.pack("<QQ", len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def read_replicas(store: Path) -> dict[str, int]:
+    """Lane -> how many of its events may be read here, of the lanes of other hosts.
+
+    Raises:
+        CorruptionError: the file is damaged.
+    """
+    for _ in range(20):
+        try:
+            data = read_small(store / REPLICAS, 1 << 26)
+        except FileNotFoundError:
+            return {}
+        if not data:
+            return {}
+        if len(data) >= 16:
+            length, check = struct.unpack_from("<QQ", data)
+            body = data[16 : 16 + length]
+            if len(body) == length and xxhash.xxh3_64_intdigest(body) == check:
+                counts: dict[str, int] = orjson.loads(body)
+                return counts
+        time.sleep(0.001)
+    raise CorruptionError(f"{store / REPLICAS} is damaged: remove it; what follows other hosts makes it anew")
+
+
+def is_replica(store: Path, lane: str) -> bool:
+    """Whether another host writes the lane, and this one only has a copy."""
+    return (lane_folder(store, lane) / REPLICA).exists()
 
 
 def lane_folder(store: Path, lane: str) -> Path:
@@ -297,19 +408,31 @@ class _OpenMarks:
     def __init__(self, lanes: Path) -> None:
         self._lanes = lanes
         self._fds: dict[str, int] = {}
+        self._carried = (lanes.parent / HOST).exists()
 
     def read(self) -> dict[str, int]:
         """One pass over all of them. Lanes that were made since the last pass count."""
         counts: dict[str, int] = {}
+        replicas = read_replicas(self._lanes.parent) if self._carried else {}
         for lane in folders_of_lanes(self._lanes.parent):
             if lane not in self._fds and not self._open(lane):
                 continue
             mark = unpack_watermark(os.pread(self._fds[lane], WATERMARK_BYTES + 1, 0))
             if mark is None:  # not written yet, half overwritten or damaged: this reads it again
                 mark = read_watermark(self._lanes / lane)
-            if mark.next_seq:
-                counts[lane] = mark.next_seq
+            count = self._readable(lane, mark, replicas) if self._carried else mark.next_seq
+            if count:
+                counts[lane] = count
         return counts
+
+    def _readable(self, lane: str, mark: Watermark, replicas: Cut) -> int:
+        """How much of a lane counts where lanes are carried between hosts."""
+        folder = self._lanes / lane
+        if (folder / REPLICA).exists():
+            # Several replicas grow together, or a cut would hold an event and not what it names.
+            return replicas.get(lane, 0)
+        shipped = read_shipped(folder)
+        return min(shipped.next_seq, mark.next_seq) if shipped and shipped.gated else mark.next_seq
 
     def _open(self, lane: str) -> bool:
         try:

@@ -46,6 +46,16 @@ PATIENCE_S = 30.0
 """How long a job, and the appends after it, wait out a shortage before they fail as on a failed disk."""
 
 
+Acknowledge = Callable[[Watermark, Acknowledged], None]
+"""Called with what is durable here, and where that ends; resolves the futures, at once or later."""
+
+
+def resolve(_: Watermark, acknowledged: Acknowledged) -> None:
+    """Acknowledge what is durable here."""
+    for future, seq in acknowledged:
+        future.set_result(seq)
+
+
 class Disk(Protocol):
     """The calls that make bytes durable; tests replace it by one that fails."""
 
@@ -137,6 +147,9 @@ class Job:
 class Flusher:
     """Takes jobs in order and makes them durable; `on_failure` is called once, with the first error.
 
+    Args:
+        acknowledge: resolves the futures of what is durable.
+
     Attributes:
         mark: how far the lane is durable and acknowledged.
         wanted: bytes of the job that was begun last.
@@ -145,9 +158,15 @@ class Flusher:
     """
 
     def __init__(
-        self, folder: Path, mark: Watermark, disk: Disk, on_failure: Callable[[Exception], None]
+        self,
+        folder: Path,
+        mark: Watermark,
+        disk: Disk,
+        on_failure: Callable[[Exception], None],
+        acknowledge: Acknowledge = resolve,
     ) -> None:
         self._folder, self._disk, self._on_failure = folder, disk, on_failure
+        self._acknowledge = acknowledge
         self.mark = mark
         self.wanted = 0
         self.failure: WriteFailedError | None = None
@@ -217,11 +236,11 @@ class Flusher:
                 self._flush(job)
             except Exception as error:
                 self._fail(error)
-        for future, seq in job.acknowledged:
-            if self.failure is None:
-                future.set_result(seq)
-            else:
-                future.set_exception(self.failure)
+        if self.failure is None:
+            self._acknowledge(self.mark, job.acknowledged)
+            return
+        for future, _ in job.acknowledged:
+            future.set_exception(self.failure)
 
     def _flush(self, job: Job) -> None:
         if not job.buffers:

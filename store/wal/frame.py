@@ -129,6 +129,22 @@ def skip_frame(buffer: memoryview, offset: int) -> Frame:
     return Frame(kind, offset, end, first_seq, count, chain, buffer[offset + ALIGN : offset + ALIGN + size])
 
 
+def span_of(buffer: memoryview, offset: int) -> tuple[int, int]:
+    """(offset of the next frame, the first event there) by the header at `offset`; the payload need not be
+    there.
+
+    Raises:
+        BadFrameError: no frame begins there.
+    """
+    header = buffer[offset : offset + ALIGN]
+    if len(header) < ALIGN:
+        raise BadFrameError(offset, "the header is cut short")
+    magic, version, _, size, _, first_seq, count, *_ = _HEADER.unpack(header)
+    if magic != MAGIC or version > FORMAT_VERSION:
+        raise BadFrameError(offset, "no frame header here")
+    return offset + ALIGN + padded(size), first_seq + count
+
+
 def first_seq_of(header: bytes) -> int | None:
     """The sequence number in a frame's first 64 bytes, unverified; None where no frame begins."""
     if len(header) < ALIGN:

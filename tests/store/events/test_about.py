@@ -94,7 +94,14 @@ def test_what_the_kinds_say() -> None:
     """The lists that erasure, retention and sealing go by."""
     assert text_kinds() == [
         *("trajectory.opened", "turn.requested", "turn.completed", "turn.failed", "reward.assigned"),
-        *("preference.added", "label.added", "launch.started", "launch.ended", "launch.leaked"),
+        *(
+            "preference.added",
+            "label.added",
+            "launch.started",
+            "launch.ended",
+            "launch.leaked",
+            "event.orphaned",
+        ),
     ]
     assert FAT_KINDS == ("turn.requested", "turn.completed")
     lasting = kinds_where(lambda properties: properties.lasting)

@@ -83,6 +83,7 @@ NEWER_KINDS = frozenset(
         *("launch.started", "launch.ended", "launch.leaked", "eval.started", "eval.sampled"),
         *("session.opened", "session.ended", "sampler.opened", "operation.accepted", "operation.ended"),
         *("weights.changed", "weights.copied", "weights.freed", "lane.ordered"),
+        "event.orphaned",
     }
 )
 """Kinds that came after format 1's golden store was written."""

@@ -1,0 +1,351 @@
+"""One process's part in carrying a store between hosts: its lease, its lanes out, and other hosts' lanes in.
+
+Of the processes of a host one follows, whichever was first; another takes that up when it ends. The same one
+ships what is left in lanes whose process has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rollbook.store.errors import (
+    CorruptionError,
+    FencedError,
+    LaneLockedError,
+    MediumError,
+    StoreError,
+)
+from rollbook.store.hosts.claims import held_claim
+from rollbook.store.hosts.follower import Follower
+from rollbook.store.hosts.host import host_name
+from rollbook.store.hosts.orphans import holds_orphans, move_orphans
+from rollbook.store.hosts.replica import Replica
+from rollbook.store.hosts.session import Session, Witness, seconds
+from rollbook.store.hosts.shipper import LaneShipper, Sender, put_fence
+from rollbook.store.hosts.units import refresh_units, units_elsewhere
+from rollbook.store.log.recovery import recovered_lane
+from rollbook.store.log.writer import LaneWriter
+from rollbook.store.marker import MARKER
+from rollbook.store.medium.chunk import Chunk
+from rollbook.store.medium.medium import LANES, STORE, Medium, lane_of
+from rollbook.store.medium.open import opened_medium
+from rollbook.store.permissions import make_folder, open_file
+from rollbook.store.safe_paths import read_small
+from rollbook.store.settings import MediumSettings
+from rollbook.store.wal.files import (
+    FENCED,
+    REPLICA,
+    folders_of_lanes,
+    is_replica,
+    lane_folder,
+    read_shipped,
+    read_watermark,
+    try_lock,
+)
+
+FOLLOWING, LOOK = "following.lock", "LOOK"
+"""In the folder of claims: held by the process that follows; and touched by one that waits for it."""
+TAKE_UP_S = 0.5
+"""Between two tries to take up following."""
+LEFTOVERS_S = 5.0
+"""Between two looks for what is left in lanes without a process."""
+RETRY_S, LONGEST_RETRY_S = 0.2, 3.0
+LONGEST_WAIT_S = 0.1
+"""Between two looks whether another process of this host waits for the newest."""
+PATIENCE_S = 60.0
+"""So long a command waits for what was in the medium when it began."""
+
+logger = logging.getLogger(__name__)
+
+
+class Carrier:
+    """What a process does for its store between hosts. Made once for a folder; threads may share it.
+
+    Raises:
+        ConfigError: the medium's address cannot be used.
+    """
+
+    def __init__(self, store: Path, store_id: str, settings: MediumSettings) -> None:
+        self.settings = settings
+        self._store, self._store_id = store, store_id
+        self.host = host_name(store)
+        self.medium: Medium = opened_medium(settings, store_id)
+        self._session: Session | None = None
+        self._gate = threading.RLock()
+        self._follower: Follower | None = None
+        self._as_of = threading.Condition()
+        self._stopping = threading.Event()
+        self._failure: Exception | None = None
+        self._closed = False
+        self._hurried, self._woken = threading.Event(), threading.Event()
+        self._shippers: dict[str, LaneShipper] = {}
+        make_folder(store / "claims")
+        self._lock = open_file(store / "claims" / FOLLOWING, os.O_RDWR | os.O_CREAT)
+        self.medium.listen(self._heard)
+        self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
+        self._thread.start()
+
+    def _heard(self, sequence: str) -> None:
+        follower = self._follower
+        if follower is not None and not sequence.startswith(f"{LANES}/{self.host}/"):
+            follower.heard(sequence)
+            self._woken.set()
+
+    # Lanes out ----------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> Session:
+        """This process's lease, begun when it is first needed.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        with self._gate:
+            if self._session is None or self._session.fenced is not None:
+                self.medium.put(STORE, 0, read_small(self._store / MARKER))
+                self._session = Session(self.medium, self.host, self.settings.lease_s)
+            return self._session
+
+    def lane_for(self, lane: str) -> str:
+        """The lane that this host writes where one host alone would write `lane`.
+
+        It has the host's name in it, but for one that was there before there were several; and a number, once
+        an earlier one was ended by another host.
+        """
+        self._move_orphans()
+        folder = lane_folder(self._store, lane)
+        if folder.exists() and not (folder / REPLICA).exists() and not (folder / FENCED).exists():
+            return lane
+        own = lane if lane.endswith(f".{self.host}") else f"{lane}.{self.host}"
+        number = 1
+        while (lane_folder(self._store, name := own if number == 1 else f"{own}.{number}") / FENCED).exists():
+            number += 1
+        return name
+
+    def _move_orphans(self) -> None:
+        """Move away what this host's lanes hold behind an end that others gave them, if their processes
+        ended."""
+        for lane in folders_of_lanes(self._store):
+            if is_replica(self._store, lane) or not holds_orphans(self._store, lane):
+                continue
+            with contextlib.suppress(LaneLockedError):
+                move_orphans(self._store, lane, self._orphan_writer)
+
+    def _orphan_writer(self, lane: str) -> LaneWriter:
+        name = lane if lane.endswith(f".{self.host}") else f"{lane}.{self.host}"
+        return LaneWriter(self._store, self._store_id, name, ship=self.ship)
+
+    def ship(self, lane: str, on_fenced: Callable[[FencedError], None]) -> LaneShipper:
+        """Ship a lane whose lock this process holds, until the shipper is closed.
+
+        Raises:
+            FencedError: another host has ended the lane.
+            MediumError: the medium does not answer.
+        """
+        return LaneShipper(self._sender(), lane, on_fenced)
+
+    def _sender(self) -> Sender:
+        gated = self.settings.ack == "medium"
+        units = units_elsewhere(self._store)
+        return Sender(self.medium, self.session, self._store, self._store_id, self.host, gated, units)
+
+    def _ship_leftovers(self) -> None:
+        """Ship what processes that have ended left in this host's lanes."""
+        for lane in folders_of_lanes(self._store):
+            folder = lane_folder(self._store, lane)
+            if is_replica(self._store, lane) or (folder / FENCED).exists() or not _is_behind(folder):
+                continue
+            try:
+                with recovered_lane(self._store, lane):
+                    shipper = self.ship(lane, lambda error: logger.warning("%s", error))
+                    try:
+                        shipper.acknowledge(read_watermark(folder), [])
+                    finally:
+                        shipper.close()
+            except LaneLockedError:
+                continue  # it has a process
+            except (StoreError, OSError) as error:
+                logger.warning("what is left in lane %s is not shipped: %s", lane, error)
+
+    # Claims -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def claim(self, what: str, remedy: str, patience_s: float, *, shared: bool) -> Iterator[None]:
+        """Hold a claim among hosts; see `held_claim`."""
+        session = self.session
+        witness = Witness(self.medium, session.name) if patience_s else self._witness
+        with held_claim(
+            self.medium, session, witness, what, remedy, patience_s, shared=shared, on_gone=self.end_lanes
+        ):
+            yield
+
+    @property
+    def _witness(self) -> Witness:
+        """What this process has seen of other sessions; kept, so that who asks again need not wait in
+        between."""
+        if not hasattr(self, "_kept_witness"):
+            self._kept_witness = Witness(self.medium, self.session.name)
+        return self._kept_witness
+
+    def end_lanes(self, session: str) -> None:
+        """End all lanes of a session that has ended, and have what is in them here.
+
+        Raises:
+            MediumError: the medium does not answer.
+            StoreError: what is in them did not come in time.
+        """
+        for sequence in self._witness.lanes(session):
+            host, lane = lane_of(sequence)
+            if host == self.host:
+                continue
+            fence = Chunk(self._store_id, lane, host, 0, 0, self.session.name, 0, "fence")
+            end = put_fence(self.medium, sequence, fence).next_seq
+            self._await_lane(lane, end)
+
+    def _await_lane(self, lane: str, end: int) -> None:
+        until = seconds() + PATIENCE_S
+        while seconds() < until:
+            self.catch_up()
+            follower = self._follower
+            if follower is None:
+                return  # another process of this host follows, and is as far
+            replica = follower.replica(lane)
+            if replica is not None and replica.fenced and replica.visible >= end:
+                return
+            time.sleep(0.02)
+        raise StoreError(
+            f"lane {lane!r} was ended at event {end}, and is not here up to that after {PATIENCE_S:.0f} s"
+        )
+
+    # Lanes in -----------------------------------------------------------------------------------
+
+    def catch_up(self, patience_s: float = PATIENCE_S) -> None:
+        """Return once all is here that was in the medium when this was called.
+
+        Raises:
+            MediumError: the medium does not answer.
+            StoreError: what it holds of another host is damaged, or did not come in time.
+        """
+        asked = seconds()
+        until = asked + patience_s
+        while True:
+            self._hurried.set()
+            self._woken.set()
+            (self._store / "claims" / LOOK).touch()
+            with self._as_of:
+                self._as_of.wait(0.05)
+                follower = self._follower
+                failure = self._failure or (None if follower is None else follower.failure)
+                if failure is not None:
+                    raise failure
+            if self._seen_as_of() >= asked:
+                return
+            if seconds() > until:
+                raise MediumError(
+                    f"{self.medium.address}: what is there did not come within {patience_s:.0f} s"
+                )
+
+    def _seen_as_of(self) -> float:
+        follower = self._follower
+        if follower is not None:
+            return follower.as_of
+        try:
+            return float((self._store / "claims" / "AS_OF").read_text() or 0)
+        except (FileNotFoundError, ValueError):
+            return 0.0
+
+    def _run(self) -> None:
+        """Follow, as soon as no other process of this host does."""
+        while not self._stopping.is_set():
+            if try_lock(self._lock, fcntl.LOCK_EX):
+                try:
+                    self._follow()
+                finally:
+                    fcntl.flock(self._lock, fcntl.LOCK_UN)
+            else:
+                self._stopping.wait(TAKE_UP_S)
+
+    def _follow(self) -> None:
+        follower = Follower(
+            self.medium, self._store, self._store_id, self.host, self.settings.follow, self._refresh_units
+        )
+        self._follower = follower
+        try:
+            self._step_on(follower)
+        finally:
+            self._follower = None
+            follower.close()
+
+    def _step_on(self, follower: Follower) -> None:
+        retry, leftovers = RETRY_S, seconds()
+        while not self._stopping.is_set():
+            pause = 0.0
+            try:
+                if self._asked():
+                    follower.hurry()
+                pause = follower.step()
+                self._failure, retry = None, RETRY_S
+                if seconds() >= leftovers:
+                    self._ship_leftovers()
+                    leftovers = seconds() + LEFTOVERS_S
+                self._say_as_of(follower.as_of)
+            except (StoreError, OSError) as error:
+                if self._failure is None:
+                    logger.warning("other hosts' lanes are not followed, and tried again: %s", error)
+                self._failure, pause = error, retry
+                retry = min(2 * retry, LONGEST_RETRY_S)
+            with self._as_of:
+                self._as_of.notify_all()
+            if pause:
+                self._woken.wait(min(pause, LONGEST_WAIT_S))
+                self._woken.clear()
+
+    def _asked(self) -> bool:
+        """Whether somebody waits for the newest."""
+        asked = self._hurried.is_set()
+        self._hurried.clear()
+        with contextlib.suppress(FileNotFoundError):
+            (self._store / "claims" / LOOK).unlink()
+            asked = True
+        return asked
+
+    def _say_as_of(self, as_of: float) -> None:
+        path = self._store / "claims" / "AS_OF"
+        fd = open_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            os.pwrite(fd, f"{as_of:020.6f}".encode(), 0)
+        finally:
+            os.close(fd)
+
+    def _refresh_units(self, replica: Replica) -> None:
+        refresh_units(self._store, self._store_id, replica)
+
+    def close(self) -> None:
+        """Stop following, and end the session. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stopping.set()
+        self._woken.set()
+        self._thread.join()
+        if self._session is not None:
+            self._session.close()
+        self.medium.close()
+        os.close(self._lock)
+
+
+def _is_behind(folder: Path) -> bool:
+    """Whether a lane has more than the medium."""
+    try:
+        mark = read_watermark(folder)
+    except CorruptionError:
+        return False
+    shipped = read_shipped(folder)
+    return mark.next_seq > (0 if shipped is None else shipped.next_seq)

@@ -1,0 +1,249 @@
+"""Follows the lanes of other hosts: their chunks become replicas here, which readers see as closed cuts.
+
+A chunk ends a closed cut of its sender: all of its events' names were readable there. Here it counts once
+this host holds all of that cut; then the replicas that it names are let see together, by one file that says
+how far each may be read. What a chunk needs of a lane that has ended, and never came, is lost with its host:
+it is not waited for.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollbook.store.errors import CorruptionError, StoreError
+from rollbook.store.hosts.replica import Replica, opened_replica
+from rollbook.store.hosts.session import seconds
+from rollbook.store.medium.medium import LANES, Medium, lane_of
+from rollbook.store.permissions import make_empty, open_file
+from rollbook.store.wal.files import FENCED, REPLICA, REPLICAS, lane_folder, read_replicas, replicas_bytes
+
+WINDOW = 32
+"""Chunks of a lane that are asked for at once, where there are many."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE = 0.03, 1.0, 10.0
+"""Between two looks at a lane: this share of how long nothing came."""
+DISCOVER_S = 2.0
+"""Between two looks for lanes."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A replica, and when it is looked at."""
+
+    replica: Replica
+    due: float = 0.0
+    grew: float = 0.0
+    empty_at: float = 0.0
+    """When the look began that found nothing new."""
+    window: int = 1
+    failure: StoreError | None = None
+    """Why nothing more is taken of it."""
+
+
+class Follower:
+    """Copies lanes of other hosts, as one thread calls `step`.
+
+    Args:
+        follow: patterns of names of lanes.
+        refresh_units: called with a replica whose sealed units have changed in object storage, or are
+        unknown.
+    """
+
+    def __init__(
+        self,
+        medium: Medium,
+        store: Path,
+        store_id: str,
+        host: str,
+        follow: Sequence[str],
+        refresh_units: Callable[[Replica], None],
+    ) -> None:
+        self._medium, self._store, self._store_id, self._host = medium, store, store_id, host
+        self._follow, self._refresh_units = follow, refresh_units
+        self._lanes: dict[str, _Lane] = {}
+        self._visible: dict[str, int] = {}
+        self._earlier = _readable_before(store)
+        self._stale = True
+        """Whether the file of what may be read is to be written, whatever it says."""
+        self._discovered_at = self._discover_due = 0.0
+        self._fd = open_file(store / REPLICAS, os.O_RDWR | os.O_CREAT)
+        self.chunks = self.bytes = 0
+        """How many were taken."""
+
+    def close(self) -> None:
+        """End it; nothing is lost."""
+        os.close(self._fd)
+
+    @property
+    def as_of(self) -> float:
+        """All that was in the medium at this time (`session.seconds`) is here."""
+        looks = [lane.empty_at for lane in self._lanes.values() if not lane.replica.fenced]
+        return min([self._discovered_at, *looks])
+
+    def heard(self, sequence: str) -> None:
+        """Look at a lane at once: something was put there. Any thread may call it."""
+        _, lane = lane_of(sequence)
+        known = self._lanes.get(lane)
+        if known is not None:
+            known.due = 0.0
+        else:
+            self._discover_due = 0.0
+
+    def hurry(self) -> None:
+        """Look at every lane, and for lanes, in the next step."""
+        self._discover_due = 0.0
+        for lane in self._lanes.values():
+            lane.due = 0.0
+
+    def replica(self, lane: str) -> Replica | None:
+        """The replica of a lane."""
+        known = self._lanes.get(lane)
+        return None if known is None else known.replica
+
+    @property
+    def failure(self) -> StoreError | None:
+        """Why nothing more is taken of a lane, or None."""
+        return next((lane.failure for lane in self._lanes.values() if lane.failure is not None), None)
+
+    def step(self) -> float:
+        """Take what has come, let readers see what they may; seconds until there is something to do again.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        now = seconds()
+        if now >= self._discover_due:
+            self._discover()
+        due = [lane for lane in self._lanes.values() if lane.due <= now and not lane.replica.fenced]
+        grown = list(self._taken(due))
+        if grown or self._stale:
+            self._show()
+            for lane in grown:
+                if lane.replica.units:
+                    self._refresh_units(lane.replica)
+                lane.replica.save()
+            self._note_ends()
+        dues = [lane.due for lane in self._lanes.values() if not lane.replica.fenced]
+        return max(min([self._discover_due, *dues]) - seconds(), 0.0)
+
+    def _note_ends(self) -> None:
+        """Let others of this host know which lanes have ended, and are all here."""
+        for lane in self._lanes.values():
+            if lane.replica.fenced and lane.replica.visible == lane.replica.held:
+                make_empty(lane.replica.folder / FENCED)
+
+    def _discover(self) -> None:
+        begun = seconds()
+        for sequence in self._medium.sequences(LANES):
+            host, lane = lane_of(sequence)
+            if host == self._host or not any(fnmatch.fnmatchcase(lane, pattern) for pattern in self._follow):
+                continue
+            if lane in self._lanes:
+                self._refuse_other(lane, host)
+                continue
+            folder = lane_folder(self._store, lane)
+            if folder.exists() and not (folder / REPLICA).exists():
+                raise CorruptionError(
+                    f"lane {lane!r} is written by {host} and by this host too: this folder is a copy of "
+                    f"that one's; "
+                    "move it away, and join the store again"
+                )
+            replica = opened_replica(self._store, self._store_id, host, lane)
+            if replica.number == 0:
+                replica.number = self._medium.first(sequence) or 0
+                replica.units = None
+            self._refresh_units(replica)
+            replica.show(max(replica.visible, min(self._earlier.get(lane, 0), replica.held)))
+            self._lanes[lane] = _Lane(replica, grew=begun)
+            self._visible[lane], self._stale = replica.visible, True
+        self._discovered_at, self._discover_due = begun, begun + DISCOVER_S
+
+    def _refuse_other(self, lane: str, host: str) -> None:
+        if (first := self._lanes[lane].replica.host) != host:
+            raise CorruptionError(
+                f"lane {lane!r} is in the medium of {first} and of {host}: remove one of the two"
+            )
+
+    def _taken(self, due: list[_Lane]) -> Iterable[_Lane]:
+        """Take the chunks that have come; the lanes that grew."""
+        begun = seconds()
+        wanted = [(lane.replica.sequence, lane.replica.number, lane.window) for lane in due]
+        for lane, entries in zip(due, self._medium.read_each(wanted), strict=True):
+            now = seconds()
+            replica = lane.replica
+            try:
+                for entry in entries:
+                    replica.take(entry)
+                    self.chunks, self.bytes = self.chunks + 1, self.bytes + len(entry)
+                    if replica.fenced:
+                        break
+                lane.failure = None
+            except StoreError as error:
+                if lane.failure is None:
+                    logger.warning("%s", error)
+                lane.failure, lane.due = error, now + LONGEST_PAUSE_S
+                self._refresh_units(replica)
+                continue
+            if entries:
+                lane.grew, lane.due = now, now if len(entries) == lane.window else now + FIRST_PAUSE_S
+                lane.window = min(2 * lane.window, WINDOW) if len(entries) == lane.window else 1
+                yield lane
+            else:
+                lane.empty_at, lane.window = begun, 1
+                lane.due = now + min(max((now - lane.grew) / PATIENCE, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+
+    # Letting readers see ------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        """Let readers see all that is closed."""
+        shown = dict(self._visible)
+        while self._shown_once(shown):
+            pass
+        if shown == self._visible and not self._stale:
+            return
+        for name, count in shown.items():
+            if count > self._visible.get(name, 0):
+                self._lanes[name].replica.show(count)
+        self._visible, self._stale = shown, False
+        os.pwrite(self._fd, replicas_bytes(shown), 0)
+
+    def _shown_once(self, shown: dict[str, int]) -> bool:
+        """Let one chunk after the other count whose needs are here; whether one did."""
+        changed = False
+        for name, lane in self._lanes.items():
+            pending = lane.replica.pending
+            while pending and all(self._holds(n, count) for n, count in pending[0].needs.items()):
+                chunk = pending.popleft()
+                for other, count in (*chunk.needs.items(), (name, chunk.end)):
+                    if other in self._lanes:
+                        count = min(count, self._lanes[other].replica.held)
+                        shown[other] = max(shown.get(other, 0), count)
+                changed = True
+        return changed
+
+    def _holds(self, name: str, count: int) -> bool:
+        known = self._lanes.get(name)
+        if known is not None:
+            return known.replica.held >= count or known.replica.fenced
+        folder = lane_folder(self._store, name)
+        if folder.exists() and not (folder / REPLICA).exists():
+            return True  # what others know of this host's own lanes they have from here
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._follow):
+            return True  # this host is not to have it
+        self._discover_due = min(self._discover_due, seconds() + FIRST_PAUSE_S * 5)
+        return False
+
+
+def _readable_before(store: Path) -> dict[str, int]:
+    """How far replicas could be read when they were followed last; nothing where that is not known."""
+    try:
+        return read_replicas(store)
+    except CorruptionError as error:
+        logger.warning("%s", error)
+        return {}

@@ -1,0 +1,464 @@
+"""Ships a lane: the bytes of its segments, as they become durable, in numbered chunks to the medium.
+
+One thread a lane, one chunk under way. It takes bytes from the lane's files, so that a process that begins
+again goes on where the one before stopped, and what is shipped is what is on the disk. A chunk names a closed
+cut of this host: all that its events can name was readable here before they were written.
+
+With `ack = "local"` an append is acknowledged once it is on this disk, as long as this process's lease is
+valid; with `ack = "medium"` once the chunk that holds it is put, and nothing is readable here before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rollbook.store.cut import Cut
+from rollbook.store.errors import CorruptionError, FencedError, StoreError
+from rollbook.store.hosts.session import Session
+from rollbook.store.ids import now_us
+from rollbook.store.medium.chunk import Chunk, Part, decode_chunk, encode_chunk
+from rollbook.store.medium.medium import Medium, lane_sequence
+from rollbook.store.permissions import make_empty, open_file
+from rollbook.store.safe_paths import open_plain
+from rollbook.store.sealed.unit import unsealed_start
+from rollbook.store.wal.files import (
+    FENCED,
+    SHIPPED,
+    Shipped,
+    Watermark,
+    closed_head,
+    lane_folder,
+    read_shipped,
+    read_watermark,
+    segment_numbers,
+    segment_path,
+)
+from rollbook.store.wal.flusher import Acknowledged
+from rollbook.store.wal.frame import ALIGN, BadFrameError, span_of
+
+RETRY_S, LONGEST_RETRY_S = 0.1, 2.0
+LEASE_LOOK_S = 0.05
+"""Between two looks at a lease that is to be renewed before anything is acknowledged."""
+UNITS_S = 1.0
+"""Between two looks for units that have moved to object storage."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """What all lanes of a process are shipped with.
+
+    Attributes:
+        store, store_id: the folder, and its id.
+        gated: whether only what the medium has is acknowledged.
+        units: names of a lane's units that are in object storage.
+    """
+
+    medium: Medium
+    session: Session
+    store: Path
+    store_id: str
+    host: str
+    gated: bool
+    units: Callable[[str], list[str]]
+
+
+class LaneShipper:
+    """Ships one lane while its lock is held by this process.
+
+    Args:
+        on_fenced: called once, with the error, when another host has ended the lane.
+
+    Raises:
+        FencedError: another host has ended the lane.
+        CorruptionError: the medium holds other bytes of it than this host.
+        MediumError: the medium does not answer.
+    """
+
+    def __init__(self, sender: Sender, lane: str, on_fenced: Callable[[FencedError], None]) -> None:
+        self.lane = lane
+        self._sender, self._on_fenced = sender, on_fenced
+        self._folder = lane_folder(sender.store, lane)
+        self._sequence = lane_sequence(sender.host, lane)
+        sender.session.add_lane(self._sequence)
+        self._at = _taken(sender, lane, self._sequence, self._folder)
+        self._fd = open_file(self._folder / SHIPPED, os.O_RDWR | os.O_CREAT)
+        self._move(self._at)
+        self._cut: Cut = {}
+        self._units: list[str] = []
+        self._units_due = self._due = 0.0
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[int, Future[int], int]] = deque()
+        self._durable = self._at.next_seq
+        self._fenced: FencedError | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"ship-{lane}", daemon=True)
+        self._thread.start()
+
+    @property
+    def shipped(self) -> int:
+        """How many events of the lane the medium has."""
+        return self._at.next_seq
+
+    def acknowledge(self, mark: Watermark, acknowledged: Acknowledged) -> None:
+        """Resolve the futures of what is durable here up to a mark, now or when it may be."""
+        with self._changed:
+            self._durable = mark.next_seq
+            fenced = self._fenced
+            now = (
+                fenced is None and not self._sender.gated and not self._waiting and self._sender.session.valid
+            )
+            if not now and fenced is None:
+                self._waiting += ((mark.next_seq, future, seq) for future, seq in acknowledged)
+            self._changed.notify_all()
+        if now:
+            for future, seq in acknowledged:
+                future.set_result(seq)
+        elif fenced is not None:
+            for future, _ in acknowledged:
+                future.set_exception(fenced)
+
+    def close(self, patience_s: float = 10.0) -> None:
+        """Ship what is durable, as far as the medium answers in time, and end. Safe to call twice."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._until = time.monotonic() + patience_s
+            self._changed.notify_all()
+        self._thread.join()
+        self._fail(FencedError(f"lane {self.lane!r} was closed before the medium had this event"))
+        os.close(self._fd)
+
+    # The thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        retry = 0.0
+        while self._wait(retry):
+            begun = time.monotonic()
+            try:
+                grew = self._ship()
+                self._release()
+                retry = 0.0
+                self._due = begun + self._pace(begun, grew)
+            except FencedError as error:
+                self._end(error)
+                return
+            except (StoreError, OSError) as error:
+                if not retry:
+                    logger.warning("lane %s is not shipped, and tried again: %s", self.lane, error)
+                retry = min(max(2 * retry, RETRY_S), LONGEST_RETRY_S)
+                with contextlib.suppress(FencedError):
+                    self._release()
+            if self._closing and (self._at.next_seq >= self._durable or time.monotonic() > self._until):
+                return
+
+    def _wait(self, retry: float) -> bool:
+        """Wait until there is something to do: to ship what is durable, at once where somebody waits for it;
+        to look whether the lease is valid again; to tell of units. Whether to go on.
+
+        Args:
+            retry: how long to wait in any case, as the medium did not answer.
+        """
+        not_before = time.monotonic() + retry
+        with self._changed:
+            while True:
+                now, behind = time.monotonic(), self._at.next_seq < self._durable
+                if self._closing and not behind:
+                    return False
+                due = min(self._due if behind else self._units_due, self._units_due)
+                if self._closing or (self._waiting and self._sender.gated and behind):
+                    due = now
+                elif self._waiting:
+                    due = min(due, now + LEASE_LOOK_S)
+                due = max(due, not_before)
+                if now >= due or (
+                    self._waiting and not self._sender.gated and self._sender.session.valid and not retry
+                ):
+                    return True
+                self._changed.wait(due - now)
+
+    def _pace(self, begun: float, grew: int) -> float:
+        """How long to wait from one put to the next: longer where chunks are small, or the medium is slow."""
+        least, most = self._sender.medium.pace_s
+        took = time.monotonic() - begun
+        return min(max(least, 2 * took) if grew > 64 << 10 else (least + most) / 2, most)
+
+    def _release(self) -> None:
+        """Resolve the futures that nothing holds back any more."""
+        session = self._sender.session
+        if session.fenced is not None:
+            raise FencedError(
+                f"lane {self.lane!r} was given up to {session.fenced}: this process's lease had ended"
+            )
+        ready = []
+        with self._changed:
+            while self._waiting:
+                if self._sender.gated and self._waiting[0][0] > self._at.next_seq:
+                    break
+                if not self._sender.gated and not session.valid:
+                    break
+                ready.append(self._waiting.popleft())
+        for _, future, seq in ready:
+            future.set_result(seq)
+
+    def _end(self, error: FencedError) -> None:
+        with self._changed:
+            self._fenced = error
+        make_empty(self._folder / FENCED).write_text(f"{error}\n")
+        self._fail(error)
+        self._on_fenced(error)
+
+    def _fail(self, error: FencedError) -> None:
+        with self._changed:
+            waiting, self._waiting = list(self._waiting), deque()
+        for _, future, _ in waiting:
+            future.set_exception(error)
+
+    # Shipping -----------------------------------------------------------------------------------
+
+    def _ship(self) -> int:
+        """Put what is durable now, chunk by chunk; how many bytes."""
+        head = closed_head(self._sender.store)
+        # What is readable here at one instant is closed; what only this lane has behind it is so too, as long
+        # as nobody can have read it.
+        target = self._durable if self._sender.gated else head.get(self.lane, 0)
+        units, sent = self._changed_units(), 0
+        cut = {
+            lane: count for lane, count in head.items() if lane != self.lane and self._cut.get(lane) != count
+        }
+        while self._at.next_seq < target or units is not None:
+            parts, end = read_parts(self._folder, self._at, target, self._sender.medium.most_bytes)
+            last = end.next_seq >= target
+            chunk = Chunk(
+                store=self._sender.store_id,
+                lane=self.lane,
+                host=self._sender.host,
+                number=self._at.number,
+                epoch=self._at.epoch,
+                session=self._sender.session.name,
+                next_seq=end.next_seq,
+                cut=cut if last else {},
+                parts=parts,
+                units=units,
+                sent_us=now_us(),
+            )
+            self._put(chunk)
+            if last:
+                self._cut = {**self._cut, **cut}
+            self._units, units = (self._units if units is None else units), None
+            self._move(end)
+            sent += sum(len(part.data) for part in parts)
+        return sent
+
+    def _put(self, chunk: Chunk) -> None:
+        """Put a chunk, in as many tries as it takes an answer.
+
+        Raises:
+            FencedError: there is another one.
+            MediumError: no answer.
+        """
+        if self._sender.medium.put(self._sequence, chunk.number, encode_chunk(chunk)):
+            return
+        raise _other_chunk(self._sender.medium, self._sequence, chunk.number)
+
+    def _changed_units(self) -> list[str] | None:
+        """The names of units in object storage, if they are other ones than the medium has heard of."""
+        now = time.monotonic()
+        if now < self._units_due:
+            return None
+        self._units_due = now + UNITS_S
+        units = self._sender.units(self.lane)
+        return None if units == self._units else units
+
+    def _move(self, at: Shipped) -> None:
+        os.pwrite(self._fd, at.pack(), 0)
+        self._at = at
+
+
+def read_parts(folder: Path, at: Shipped, target: int, most: int) -> tuple[list[Part], Shipped]:
+    """The bytes of a lane's segments from one place on, up to an event, at most so many; and where they end.
+
+    A frame that does not fit by itself goes in several chunks.
+
+    Raises:
+        CorruptionError: a segment is missing, or holds no frames there.
+    """
+    parts: list[Part] = []
+    mark, room, number = read_watermark(folder), most // ALIGN * ALIGN, at.number + 1
+    while at.next_seq < target and room:
+        most = at.into + room if at.segment < mark.segment else min(at.into + room, mark.offset - at.offset)
+        data = _bytes_of(segment_path(folder, at.segment), at.offset, most)
+        if len(data) == 0 and at.segment < mark.segment:
+            at = replace(at, segment=at.segment + 1, offset=0)
+            continue
+        begin, at = at, _whole_frames(data, at, target, room + at.into)
+        end = at.offset - begin.offset
+        if end == 0:
+            if not parts:  # the next frame is larger than a chunk
+                end = begin.into + room
+                parts.append(Part(at.segment, begin.offset + begin.into, data[begin.into : end]))
+                at = replace(at, into=end)
+            break
+        parts.append(Part(at.segment, begin.offset + begin.into, data[begin.into : end]))
+        room -= end - begin.into
+    return parts, replace(at, number=number)
+
+
+def _bytes_of(path: Path, offset: int, most: int) -> memoryview:
+    try:
+        with open(open_plain(path, os.O_RDONLY), "rb") as file:
+            file.seek(offset)
+            return memoryview(file.read(most))
+    except FileNotFoundError:
+        raise CorruptionError(
+            f"{path} is gone, and was not shipped: upload the lane's units ([remote] in store.toml) before "
+            f"its "
+            "files go"
+        ) from None
+
+
+def _whole_frames(data: memoryview, at: Shipped, target: int, room: int) -> Shipped:
+    """Where the whole frames end that are to be sent, up to an event and of at most so many bytes.
+
+    Raises:
+        CorruptionError: the bytes are no frames.
+    """
+    offset, seq = 0, at.next_seq
+    try:
+        while offset < len(data) and seq < target:
+            end, after = span_of(data, offset)
+            if end > room:
+                break
+            offset, seq = end, after
+    except BadFrameError as error:
+        raise CorruptionError(f"segment {at.segment}, offset {at.offset + offset}: {error.reason}") from None
+    return replace(at, offset=at.offset + offset, next_seq=seq, into=0) if offset else at
+
+
+# Where to go on -------------------------------------------------------------------------------------
+
+
+def _taken(sender: Sender, lane: str, sequence: str, folder: Path) -> Shipped:
+    """How far the lane is in the medium, for whoever takes it now.
+
+    Raises:
+        FencedError: another host has ended it.
+        CorruptionError: the medium holds other bytes of it.
+    """
+    known, medium = read_shipped(folder), sender.medium
+    newest = medium.last(sequence)
+    if newest is None:
+        at = _beginning(sender.store, lane, folder)
+    elif known is not None and known.number == newest + 1:
+        at = known
+    else:
+        at = _behind(medium, sequence, newest, folder)
+    return replace(at, epoch=at.epoch + 1, gated=sender.gated)
+
+
+def _beginning(store: Path, lane: str, folder: Path) -> Shipped:
+    """Nothing is in the medium: the oldest segment that is here comes first, behind what only units have."""
+    numbers = segment_numbers(folder)
+    if not numbers:
+        start = unsealed_start(store, lane)
+        return Shipped(0, 0, start.number, 0, 0, start.next_seq, False)
+    first, seq = numbers[0], 0
+    if first > 1:
+        with open(open_plain(segment_path(folder, first), os.O_RDONLY), "rb") as file:
+            _, seq = span_of(memoryview(file.read(ALIGN)), 0)
+    return Shipped(0, 0, first, 0, 0, seq, False)
+
+
+def _behind(medium: Medium, sequence: str, newest: int, folder: Path) -> Shipped:
+    """Where the newest chunk ends, if the bytes before that are those of this host."""
+    number = newest
+    while True:
+        entry = medium.read(sequence, number)
+        chunk = decode_chunk(entry[0], f"{medium.address}, {sequence}, {number}")
+        if chunk.kind == "fence":
+            raise _fence_error(chunk)
+        if chunk.end is not None:
+            break
+        number -= 1
+    segment, offset = chunk.end
+    last = chunk.parts[-1]
+    with open(open_plain(segment_path(folder, segment), os.O_RDONLY), "rb") as file:
+        file.seek(last.offset)
+        here = file.read(len(last.data))
+    if here != bytes(last.data):
+        raise CorruptionError(
+            f"{folder}: the medium holds other bytes of this lane than this disk, at offset {last.offset} of "
+            f"segment {segment}: this is an older copy of the lane, or another host writes it too; move the "
+            "folder away, and join the store again"
+        )
+    whole = _last_boundary(segment_path(folder, segment), offset)
+    return Shipped(newest + 1, chunk.epoch, segment, whole, offset - whole, chunk.next_seq, False)
+
+
+def _last_boundary(path: Path, end: int) -> int:
+    """Where the last frame ends that is whole within so many bytes of a segment."""
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        data = memoryview(file.read(end))
+    offset = 0
+    with contextlib.suppress(BadFrameError):
+        while (following := span_of(data, offset)[0]) <= end:
+            offset = following
+    return offset
+
+
+def _other_chunk(medium: Medium, sequence: str, number: int) -> FencedError:
+    """The error for another chunk at the number that this host was to put."""
+    entry = medium.read(sequence, number)
+    chunk = decode_chunk(entry[0], f"{medium.address}, {sequence}, {number}")
+    return _fence_error(chunk)
+
+
+def _fence_error(chunk: Chunk) -> FencedError:
+    if chunk.kind == "fence":
+        return FencedError(
+            f"lane {chunk.lane!r} was ended at event {chunk.next_seq} by {chunk.session}, to which this "
+            f"host was "
+            "silent: what it holds behind that goes into a lane of its own when this host begins again"
+        )
+    return FencedError(
+        f"lane {chunk.lane!r}: {chunk.session} has put chunk {chunk.number} of it: another copy of this "
+        f"host's "
+        "folder is in use; remove the file HOST from one of them, and its lanes"
+    )
+
+
+def put_fence(medium: Medium, sequence: str, fence: Chunk) -> Chunk:
+    """End a lane where its newest chunk ends; the fence that is there.
+
+    Args:
+        fence: who ends it; the number, the epoch and the event are those of the lane's end.
+
+    Raises:
+        MediumError: no answer.
+    """
+    newest = medium.last(sequence)
+    number = 0 if newest is None else newest
+    last: Chunk | None = None
+    while True:
+        if entry := medium.read(sequence, number):
+            last = decode_chunk(entry[0], f"{medium.address}, {sequence}, {number}")
+            if last.kind == "fence":
+                return last
+            number += 1
+            continue
+        end = 0 if last is None else last.next_seq
+        epoch = 1 if last is None else last.epoch + 1
+        mine = replace(fence, number=number, epoch=epoch, next_seq=end)
+        if medium.put(sequence, number, encode_chunk(mine)):
+            return mine

@@ -1,0 +1,106 @@
+"""Sealed units of other hosts' lanes: their manifests are copied, their files stay in object storage."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from pyarrow import fs
+
+from rollbook.store.hosts.replica import Replica
+from rollbook.store.permissions import make_folder
+from rollbook.store.sealed.remote import explained, remote_place
+from rollbook.store.sealed.unit import (
+    MANIFEST,
+    UNIT_NAME,
+    Unit,
+    current_units,
+    parse_manifest,
+    read_manifest,
+    unit_folder,
+    unsealed_start,
+    with_remote,
+    write_manifest,
+)
+from rollbook.store.settings import read_settings
+from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path
+
+_DROPPED = "!"
+"""Behind the name of a unit whose files retention has removed."""
+
+
+def units_elsewhere(store: Path) -> Callable[[str], list[str]]:
+    """Says which of a lane's current units are in object storage; a unit that was dropped has a mark."""
+
+    def units(lane: str) -> list[str]:
+        if not (store / "sealed" / lane).exists():
+            return []
+        known = [unit for unit in current_units(store, lane) if unit.remote is not None]
+        return [unit.name + (_DROPPED if unit.dropped_us is not None else "") for unit in known]
+
+    return units
+
+
+def refresh_units(store: Path, store_id: str, replica: Replica) -> None:
+    """Have the manifests of a replica's units as its owner last said they are, and remove what they replace.
+
+    Where the owner has not said it, they are looked for in object storage.
+
+    Raises:
+        RemoteError: object storage does not answer.
+    """
+    settings, lane = read_settings(store), replica.lane
+    if settings.remote.uri is None:
+        replica.units = []
+        return
+    base = f"{settings.remote.uri.rstrip('/')}/{store_id}/sealed/{lane}"
+    with explained(base, settings.remote):
+        system, path = remote_place(base, settings.remote)
+        wanted = _listed(system, path) if replica.units is None else replica.units
+        known = _manifests(store, lane)
+        for entry in wanted:
+            name = entry.removesuffix(_DROPPED)
+            if name in known and (known[name].dropped_us is not None) == entry.endswith(_DROPPED):
+                continue
+            with system.open_input_stream(f"{path}/{name}/{MANIFEST}") as stream:
+                unit = with_remote(
+                    parse_manifest(stream.read(), f"{base}/{name}/{MANIFEST}"), f"{base}/{name}"
+                )
+            make_folder(unit_folder(store, unit))
+            write_manifest(unit_folder(store, unit), unit)
+    replica.units = []
+    for name in known.keys() - {entry.removesuffix(_DROPPED) for entry in wanted}:
+        shutil.rmtree(store / "sealed" / lane / name, ignore_errors=True)
+    if wanted:
+        replica.skip_to(unsealed_start(store, lane))
+        _remove_sealed_segments(store, lane, settings.seal.keep_wal_bytes)
+
+
+def _listed(system: fs.FileSystem, path: str) -> list[str]:
+    """The units in object storage that have a manifest; whether they were dropped the manifest says."""
+    selector = fs.FileSelector(path, recursive=True, allow_not_found=True)
+    files = [Path(info.path) for info in system.get_file_info(selector) if info.is_file]
+    return sorted({file.parent.name for file in files if file.name == MANIFEST})
+
+
+def _manifests(store: Path, lane: str) -> dict[str, Unit]:
+    folder = store / "sealed" / lane
+    if not folder.exists():
+        return {}
+    names = [entry.name for entry in folder.iterdir() if UNIT_NAME.fullmatch(entry.name)]
+    return {name: read_manifest(folder / name) for name in names}
+
+
+def _remove_sealed_segments(store: Path, lane: str, keep: int) -> None:
+    """Remove the oldest segments of a replica that are in units, but for so many bytes."""
+    folder = lane_folder(store, lane)
+    sealed, mark = unsealed_start(store, lane).number, read_watermark(folder)
+    kept = 0
+    for number in reversed(segment_numbers(folder)):
+        path = segment_path(folder, number)
+        with contextlib.suppress(FileNotFoundError):
+            kept += path.stat().st_size
+            if number < min(sealed, mark.segment) and kept > keep:
+                path.unlink()

@@ -1,0 +1,185 @@
+"""Sequences in object storage, by conditional writes: `PUT` with `If-None-Match: *`.
+
+An entry is the object `<address>/log/<sequence>/<number, 12 digits>`. Through obstore, the Python face of the
+Rust crate object_store: one interface for S3 and what is like it, Google's, Azure's, and a folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import takewhile
+from typing import Any
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError
+from obstore.store import from_url
+
+from rollbook.store.errors import ConfigError, MediumError
+from rollbook.store.medium.loop_thread import LoopThread
+from rollbook.store.medium.medium import Wanted
+
+READ_AT_ONCE = 32
+"""Entries that are fetched at the same time: each takes a round trip."""
+FIRST_PACE_S, LONGEST_PACE_S = 0.1, 0.25
+PATIENCE_S = 4.0
+"""So long the client repeats a request that fails; who puts decides what to do then."""
+
+
+class ObjectMedium:
+    """Sequences below an address such as s3://bucket/prefix/STORE-ID; see `Medium`.
+
+    Args:
+        endpoint: URL of an S3-compatible service that is not AWS.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+
+    most_bytes = 8 << 20
+    pace_s = (FIRST_PACE_S, LONGEST_PACE_S)
+
+    def __init__(self, address: str, endpoint: str | None = None) -> None:
+        self.address = address.rstrip("/")
+        self._store: Any = _opened(self.address, endpoint)
+        self._loop = LoopThread("objects")
+
+    def put(self, sequence: str, number: int, data: bytes) -> bool:
+        """See `Medium`."""
+        path = _path(sequence, number)
+        with self._explained(path):
+            try:
+                obstore.put(self._store, path, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                # Also where an answer was lost, and the client asked again: then these are our own bytes.
+                return bytes(obstore.get(self._store, path).bytes()) == data
+        return True
+
+    def read(self, sequence: str, start: int, most: int = 1) -> list[bytes]:
+        """See `Medium`."""
+        return self.read_each([(sequence, start, most)])[0]
+
+    def read_each(self, wanted: Sequence[Wanted]) -> list[list[bytes]]:
+        """See `Medium`."""
+        with self._explained(wanted[0][0] if wanted else ""):
+            return self._loop.run(self._read_each(wanted), PATIENCE_S * 4)
+
+    async def _read_each(self, wanted: Sequence[Wanted]) -> list[list[bytes]]:
+        at_once = asyncio.Semaphore(READ_AT_ONCE)
+
+        async def get(sequence: str, number: int) -> bytes | None:
+            async with at_once:
+                try:
+                    found = await obstore.get_async(self._store, _path(sequence, number))
+                    return bytes(await found.bytes_async())
+                except FileNotFoundError:
+                    return None
+
+        async def read(sequence: str, start: int, most: int) -> list[bytes]:
+            entries = await asyncio.gather(*(get(sequence, start + i) for i in range(most)))
+            there = takewhile(lambda entry: entry is not None, entries)
+            return [entry for entry in there if entry is not None]
+
+        return list(await asyncio.gather(*(read(*one) for one in wanted)))
+
+    def last(self, sequence: str) -> int | None:
+        """See `Medium`."""
+        newest: int | None = None
+        for number in self._numbers(sequence):
+            newest = number if newest is None else max(newest, number)
+        return newest
+
+    def first(self, sequence: str) -> int | None:
+        """See `Medium`."""
+        oldest: int | None = None
+        for number in self._numbers(sequence):
+            oldest = number if oldest is None else min(oldest, number)
+        return oldest
+
+    def _numbers(self, sequence: str) -> Iterator[int]:
+        prefix = f"log/{sequence}/"
+        with self._explained(prefix):
+            for page in obstore.list(self._store, prefix, chunk_size=1000):
+                for found in page:
+                    name = found["path"].rpartition("/")[2]
+                    if name.isdecimal():  # a folder's own temporary files are none
+                        yield int(name)
+
+    def sequences(self, kind: str) -> list[str]:
+        """See `Medium`."""
+        return sorted(self._below(kind, {"lanes": 2}.get(kind, 1)))
+
+    def _below(self, prefix: str, depth: int) -> Iterator[str]:
+        with self._explained(prefix):
+            listed = obstore.list_with_delimiter(self._store, f"log/{prefix}/")
+        for folder in listed["common_prefixes"]:
+            name = folder.rstrip("/").removeprefix("log/")
+            if depth > 1:
+                yield from self._below(name, depth - 1)
+            else:
+                yield name
+
+    def forget(self, sequence: str, before: int) -> None:
+        """See `Medium`."""
+        numbers = sorted(self._numbers(sequence))
+        paths = [_path(sequence, number) for number in numbers[:-1] if number < before]
+        with self._explained(sequence):
+            for i in range(0, len(paths), 1000):
+                with contextlib.suppress(FileNotFoundError):
+                    obstore.delete(self._store, paths[i : i + 1000])
+
+    def listen(self, heard: Callable[[str], None]) -> None:
+        """See `Medium`: object storage tells nobody."""
+
+    def close(self) -> None:
+        """See `Medium`."""
+        self._loop.close()
+
+    @contextlib.contextmanager
+    def _explained(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (BaseError, OSError) as error:
+            first = str(error).partition("\n")[0]
+            raise MediumError(
+                f"{self.address}/{path}: {first}: see that the service answers, and that its credentials and "
+                "region are right (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION)"
+            ) from error
+
+
+def _path(sequence: str, number: int) -> str:
+    return f"log/{sequence}/{number:012d}"
+
+
+def _opened(address: str, endpoint: str | None) -> Any:
+    parts = urlsplit(address)
+    if parts.scheme == "file":
+        return from_url(address, mkdir=True)
+    retries = {"max_retries": 3, "retry_timeout": timedelta(seconds=PATIENCE_S)}
+    client: dict[str, Any] = {
+        "timeout": timedelta(seconds=PATIENCE_S),
+        "connect_timeout": timedelta(seconds=2),
+    }
+    options: dict[str, Any] = {"retry_config": retries, "client_options": client}
+    if parts.scheme == "s3":
+        if endpoint is not None:
+            options["endpoint"] = endpoint
+        options |= _credentials()
+    if (endpoint or os.environ.get("AWS_ENDPOINT_URL", "")).startswith("http://"):
+        client["allow_http"] = True
+    return from_url(address, **options)
+
+
+def _credentials() -> dict[str, Any]:
+    """The credentials of a profile, which object_store does not read by itself."""
+    if "AWS_ACCESS_KEY_ID" in os.environ or "AWS_PROFILE" not in os.environ:
+        return {}
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise ConfigError("AWS_PROFILE is set: to read profiles, `pip install boto3`") from error
+    return {"credential_provider": Boto3CredentialProvider()}

@@ -1,0 +1,60 @@
+"""The medium that a store's settings name."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from rollbook.store.errors import ConfigError, MediumError
+from rollbook.store.external_access import allows_bucket, allows_folder, allows_host, remedy
+from rollbook.store.medium.medium import Medium
+from rollbook.store.settings import MediumSettings, OwnMediumSettings
+
+SCHEMES = ("s3", "gs", "az", "file", "nats")
+
+
+def opened_medium(settings: MediumSettings, store_id: str) -> Medium:
+    """The medium of a store.
+
+    Raises:
+        ConfigError: the address cannot be used, or what it takes is not installed.
+        MediumError: the store's own files name it, and the operator does not.
+    """
+    assert settings.url is not None
+    url = settings.url.rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme not in SCHEMES or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ConfigError(
+            f"[medium] url {parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}: use "
+            f"s3://bucket/prefix, "
+            "gs://, az://, nats://host:port,host:port or file:///folder, without credentials"
+        )
+    if not isinstance(settings, OwnMediumSettings):
+        _refuse_others(url, settings.endpoint)
+    try:
+        if parts.scheme == "nats":
+            from rollbook.store.medium.nats import NatsMedium
+
+            return NatsMedium(url, store_id)
+        from rollbook.store.medium.objects import ObjectMedium
+    except ImportError as error:
+        raise ConfigError(
+            f"[medium] url {url!r}: `pip install 'rollbook[cluster]'` ({error.name} is missing)"
+        ) from error
+    return ObjectMedium(f"{url}/{store_id}", settings.endpoint)
+
+
+def _refuse_others(url: str, endpoint: str | None) -> None:
+    """Check that the operator allows what the log is sent to, and read from."""
+    parts, missing = urlsplit(url), list[str]()
+    if parts.scheme == "file":
+        missing += [] if allows_folder(parts.path) else [parts.path]
+    elif parts.scheme == "nats":
+        hosts = [urlsplit(f"nats://{host}") for host in parts.netloc.split(",")]
+        missing += [h.netloc.rpartition("@")[2] for h in hosts if not allows_host(h.hostname or "", h.port)]
+    else:
+        missing += [] if allows_bucket(parts.netloc, parts.scheme) else [f"{parts.scheme}://{parts.netloc}"]
+        service = urlsplit(endpoint or "")
+        if service.hostname is not None and not allows_host(service.hostname, service.port):
+            missing.append(service.netloc.rpartition("@")[2])
+    if missing:
+        raise MediumError(f"the store's own files say that its log goes to {url}: {remedy(*missing)}")
