@@ -8,13 +8,13 @@
     │   ├── CorruptionError      acknowledged bytes do not match their checksum
     │   ├── OutsideError         a store's folder, or what it names, leads out of it; nothing was opened
     │   ├── WriteFailedError     (also OSError) an append did not become durable
+    │   │   └── FencedError      a lane was given up to another host; it takes nothing more
     │   ├── ShortageError        (also OSError) descriptors, memory or a disk's room ran out for a while
     │   ├── UnstorableError      (also ValueError) an append holds what has no stored form; refused alone
     │   ├── CutError             (also ValueError) a cut that cannot be read or is not held
     │   ├── CatalogError         the catalog's database; the log itself is well
     │   ├── RemoteError          object storage is not reached, or refuses; the log itself is well
     │   ├── MediumError          what carries the log to other hosts is not reached, or refuses
-    │   ├── FencedError          (also OSError) a lane was given up to another host; it takes nothing more
     │   ├── VersionError         weights that are not the version as which they are to count
     │   └── UpkeepError          (also ValueError) what to keep, retire or erase is not there or not clear
     ├── QueryError               (also ValueError) DuckDB refused a query, or it would leave the store
@@ -108,7 +108,7 @@ class MediumError(StoreError):
     """What carries the log between hosts cannot be reached, or refuses. What is on this disk is well."""
 
 
-class FencedError(StoreError, OSError):
+class FencedError(WriteFailedError):
     """Another host has taken over what a process of this one held: its lanes take no further appends."""
 
 

@@ -350,7 +350,7 @@ class ShardLeases:
         # From here on none of its names is opened here; once those are in the log that were, it is free.
         self.recorder.place = replace(self.place, stands_in_for=self.place.stands_in_for - {seat})
         await self.recorder.settle()
-        self._own.pop(seat).close()
+        await asyncio.to_thread(self._own.pop(seat).close)
 
     async def _leave(self) -> None:
         """Hold nothing more, as this proxy is ending: what is open here is adopted once it has ended."""
@@ -361,7 +361,7 @@ class ShardLeases:
             self.recorder.place = replace(self.place, leaves=True)
             await self.recorder.settle()
             self._own.clear()
-            self.claims.close()
+            await asyncio.to_thread(self.claims.close)
         words = {"holds": [], **self.wire.same}
         posts = (self.wire.post(number, HOLDS, words) for number in self.wire.others)
         await asyncio.gather(*posts, return_exceptions=True)

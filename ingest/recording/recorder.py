@@ -442,7 +442,7 @@ class RunRecovery:
                 tried |= lanes
                 for lane in sorted(lanes):
                     try:
-                        locks.enter_context(recovered_lane(self.store.path, lane))
+                        locks.enter_context(self.store.taken_over(lane))
                     except LaneLockedError:
                         continue  # its process is alive and owns its trajectories
                     self.adopted[lane] = 0

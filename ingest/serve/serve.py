@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hashlib
 import ipaddress
 import os
 import signal
@@ -60,6 +61,9 @@ from rollbook.ingest.upstream.proxy import SERVER_OPTIONS, build_upstream_app
 from rollbook.store import Store
 from rollbook.store.errors import ConfigError, LaneLockedError
 from rollbook.store.events import Json, RunOpened
+from rollbook.store.log.writer import LaneWriter
+from rollbook.store.secret import ELSEWHERE, SECRET, store_secret
+from rollbook.store.settings import read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,7 @@ def serve(settings: ServeSettings, secrets: ProxySecrets, announce: Announce) ->
         if settings.proxies:
             _serve_as_one_of(proxy, listener, viewer, announce)
             return
+        _check_one_process(settings)
         with claimed(settings) as log:
             if settings.workers > 1:
                 _serve_together(proxy, listener, viewer, log, announce)
@@ -139,7 +144,22 @@ def serve(settings: ServeSettings, secrets: ProxySecrets, announce: Announce) ->
             recorder = _recorder(log, settings)
             info = proxy.looked_at(recorder)
             announce(_started(proxy, listener, log.path, recorded_by(recorder), info))
-            _run(settings, log.path, proxy.app(recorder), viewer, listener, proxy.headers)
+            _run(settings, log.path, proxy.app(recorder), viewer, listener, proxy.headers, recorder=recorder)
+
+
+def _check_one_process(settings: ServeSettings) -> None:
+    """Check that a store of several hosts is recorded into by processes that have begun by themselves.
+
+    Raises:
+        ConfigError: workers are forked, which what carries the store does not outlive.
+    """
+    path = Path(settings.store)
+    if settings.workers > 1 and path.exists() and read_settings(path).medium.url is not None:
+        raise ConfigError(
+            f"workers = {settings.workers}: the store is one of several hosts ([medium] in its store.toml): "
+            f"start "
+            "so many proxies instead, each as one of `proxies`, on this host or on several"
+        )
 
 
 @contextlib.contextmanager
@@ -182,6 +202,7 @@ def _serve_as_one_of(
     """Serve as one of several proxies of the run: see `ingest.cluster.peers`."""
     settings = proxy.settings
     log = store.open(settings.store, create=True)
+    _check_secret(log)
     place = Place(settings.proxy, len(settings.proxies))
     lanes = place.lanes(settings.lane)
     wire = Wire(settings.proxies, lanes, settings.proxy, token_of(log.path, settings.run))
@@ -193,7 +214,23 @@ def _serve_as_one_of(
         peers.keeps_headers = bool(proxy.headers)
         if settings.seal:
             peers.duties.append(Seals(log.path))
-        _run(settings, log.path, proxy.app(recorder, peers), viewer, listener, proxy.headers, peers=peers)
+        app = proxy.app(recorder, peers)
+        _run(settings, log.path, app, viewer, listener, proxy.headers, peers=peers, recorder=recorder)
+
+
+def _check_secret(log: Store) -> None:
+    """Check that all hosts have one secret, from which keys and the proxies' token are made.
+
+    Raises:
+        ConfigError: this one has another.
+    """
+    digest = hashlib.sha256(store_secret(log.path, "hosts")).hexdigest()
+    if log.carrier is not None and not log.carrier.agree("secret", digest):
+        raise ConfigError(
+            f"{log.path / SECRET} is another secret than that of the store's other hosts, so their proxies "
+            f"would "
+            f"not know this one: copy it from one of them, or let {ELSEWHERE} name a file of the same content"
+        )
 
 
 # Several workers ----------------------------------------------------------------------------------
@@ -249,8 +286,13 @@ def _run(
     siblings: Siblings | None = None,
     ready: Callable[[], None] = lambda: None,
     peers: Peers | None = None,
+    recorder: Recorder | None = None,
 ) -> None:
-    """Run the application until a signal ends it; `ready` is called once connections are taken."""
+    """Run the application until a signal ends it; `ready` is called once connections are taken.
+
+    Raises:
+        FencedError: another host has taken over what the recorder held.
+    """
     each = 2 if settings.engine in ("upstream", "sglang") else 1
     wanted = settings.share.max_connections
     places = Connections(connections_for(raise_descriptors(), each, wanted), app.state.refused)
@@ -270,7 +312,8 @@ def _run(
     )
     viewer.add(app)
     stops = (app.state.stop, viewer.stop)
-    server = _Server(config, siblings, ready, peers, stops)
+    writer = None if recorder is None else recorder.writer
+    server = _Server(config, siblings, ready, peers, stops, writer)
     for endless in (app.state.streams, *([] if peers is None else [peers.seats])):
         endless.stopping = lambda: server.should_exit  # neither a followed tail nor a watch ends by itself
     # What is loaded by now is never freed. Without freezing it the first full collection would visit all
@@ -285,6 +328,8 @@ def _run(
     try:
         with sealer_beside(path) if seals else contextlib.nullcontext():
             server.run(sockets=[listener])
+        if writer is not None and writer.fenced is not None:
+            raise writer.fenced
     finally:
         gc.unfreeze()  # what is frozen is not collected at the end either: DuckDB's module says so at length
 
@@ -299,9 +344,17 @@ class _Server(uvicorn.Server):
         ready: Callable[[], None],
         peers: Peers | None,
         stops: Sequence[Callable[[], None]],
+        writer: LaneWriter | None,
     ) -> None:
         super().__init__(config)
         self._siblings, self._ready, self._peers, self._stops = siblings, ready, peers, stops
+        self._writer = writer
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end, asked ten times a second: also once another host has taken over."""
+        return await super().on_tick(counter) or (
+            self._writer is not None and self._writer.fenced is not None
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to take connections."""

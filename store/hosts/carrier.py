@@ -25,23 +25,22 @@ from rollbook.store.errors import (
 from rollbook.store.hosts.claims import held_claim
 from rollbook.store.hosts.follower import Follower
 from rollbook.store.hosts.host import host_name
-from rollbook.store.hosts.orphans import holds_orphans, move_orphans
+from rollbook.store.hosts.orphans import move_orphans
 from rollbook.store.hosts.replica import Replica
 from rollbook.store.hosts.session import Session, Witness, seconds
-from rollbook.store.hosts.shipper import LaneShipper, Sender, put_fence
+from rollbook.store.hosts.shipper import SETTLED, LaneShipper, Sender, is_ended, put_fence
 from rollbook.store.hosts.units import refresh_units, units_elsewhere
 from rollbook.store.log.recovery import recovered_lane
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.marker import MARKER
 from rollbook.store.medium.chunk import Chunk
-from rollbook.store.medium.medium import LANES, STORE, Medium, lane_of
+from rollbook.store.medium.medium import AGREED, LANES, STORE, Medium, lane_of
 from rollbook.store.medium.open import opened_medium
-from rollbook.store.permissions import make_folder, open_file
+from rollbook.store.permissions import make_empty, make_folder, open_file
 from rollbook.store.safe_paths import read_small
 from rollbook.store.settings import MediumSettings
 from rollbook.store.wal.files import (
     FENCED,
-    REPLICA,
     folders_of_lanes,
     is_replica,
     lane_folder,
@@ -78,6 +77,7 @@ class Carrier:
         self.host = host_name(store)
         self.medium: Medium = opened_medium(settings, store_id)
         self._session: Session | None = None
+        self._witness: Witness | None = None
         self._gate = threading.RLock()
         self._follower: Follower | None = None
         self._as_of = threading.Condition()
@@ -85,7 +85,6 @@ class Carrier:
         self._failure: Exception | None = None
         self._closed = False
         self._hurried, self._woken = threading.Event(), threading.Event()
-        self._shippers: dict[str, LaneShipper] = {}
         make_folder(store / "claims")
         self._lock = open_file(store / "claims" / FOLLOWING, os.O_RDWR | os.O_CREAT)
         self.medium.listen(self._heard)
@@ -110,7 +109,8 @@ class Carrier:
         with self._gate:
             if self._session is None or self._session.fenced is not None:
                 self.medium.put(STORE, 0, read_small(self._store / MARKER))
-                self._session = Session(self.medium, self.host, self.settings.lease_s)
+                self._session = Session(self.medium, self.host, self.settings.lease_s, self._store / "claims")
+                self._witness = self._new_witness()
             return self._session
 
     def lane_for(self, lane: str) -> str:
@@ -119,24 +119,34 @@ class Carrier:
         It has the host's name in it, but for one that was there before there were several; and a number, once
         an earlier one was ended by another host.
         """
-        self._move_orphans()
+        with self._gate:
+            self._move_orphans()
+            folder = lane_folder(self._store, lane)
+            if folder.exists() and not is_replica(self._store, lane) and not self._is_ended(lane):
+                return lane
+            own = lane if lane.endswith(f".{self.host}") else f"{lane}.{self.host}"
+            number = 1
+            while self._is_ended(name := own if number == 1 else f"{own}.{number}"):
+                number += 1
+            return name
+
+    def _is_ended(self, lane: str) -> bool:
+        """Whether a lane of this host was ended; what it holds behind its end is moved away then."""
         folder = lane_folder(self._store, lane)
-        if folder.exists() and not (folder / REPLICA).exists() and not (folder / FENCED).exists():
-            return lane
-        own = lane if lane.endswith(f".{self.host}") else f"{lane}.{self.host}"
-        number = 1
-        while (lane_folder(self._store, name := own if number == 1 else f"{own}.{number}") / FENCED).exists():
-            number += 1
-        return name
+        if folder.exists() and not (folder / FENCED).exists() and is_ended(self.medium, self.host, lane):
+            make_empty(folder / FENCED)
+            self._move_orphans()
+        return (folder / FENCED).exists()
 
     def _move_orphans(self) -> None:
-        """Move away what this host's lanes hold behind an end that others gave them, if their processes
-        ended."""
+        """Move away what this host's lanes hold behind their ends, if their processes ended."""
         for lane in folders_of_lanes(self._store):
-            if is_replica(self._store, lane) or not holds_orphans(self._store, lane):
+            folder = lane_folder(self._store, lane)
+            if is_replica(self._store, lane) or not (folder / FENCED).exists():
                 continue
-            with contextlib.suppress(LaneLockedError):
-                move_orphans(self._store, lane, self._orphan_writer)
+            if read_small(folder / FENCED) != SETTLED or _is_behind(folder):
+                with contextlib.suppress(LaneLockedError):
+                    move_orphans(self._sender(), lane, self._orphan_writer)
 
     def _orphan_writer(self, lane: str) -> LaneWriter:
         name = lane if lane.endswith(f".{self.host}") else f"{lane}.{self.host}"
@@ -180,19 +190,25 @@ class Carrier:
     def claim(self, what: str, remedy: str, patience_s: float, *, shared: bool) -> Iterator[None]:
         """Hold a claim among hosts; see `held_claim`."""
         session = self.session
-        witness = Witness(self.medium, session.name) if patience_s else self._witness
+        # One is kept, so that who asks again and again without waiting sees how long a session is silent.
+        witness = self._new_witness() if patience_s else self._witness
+        assert witness is not None
         with held_claim(
             self.medium, session, witness, what, remedy, patience_s, shared=shared, on_gone=self.end_lanes
         ):
             yield
 
-    @property
-    def _witness(self) -> Witness:
-        """What this process has seen of other sessions; kept, so that who asks again need not wait in
-        between."""
-        if not hasattr(self, "_kept_witness"):
-            self._kept_witness = Witness(self.medium, self.session.name)
-        return self._kept_witness
+    def _new_witness(self) -> Witness:
+        assert self._session is not None
+        return Witness(self.medium, self._session.name, self.host, self._store / "claims")
+
+    def agree(self, what: str, value: str) -> bool:
+        """Whether all hosts have this value of something, which the first one that asks says.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        return self.medium.put(f"{AGREED}/{what}", 0, value.encode())
 
     def end_lanes(self, session: str) -> None:
         """End all lanes of a session that has ended, and have what is in them here.
@@ -201,13 +217,34 @@ class Carrier:
             MediumError: the medium does not answer.
             StoreError: what is in them did not come in time.
         """
-        for sequence in self._witness.lanes(session):
+        for sequence in self._new_witness().lanes(session):
             host, lane = lane_of(sequence)
             if host == self.host:
                 continue
             fence = Chunk(self._store_id, lane, host, 0, 0, self.session.name, 0, "fence")
             end = put_fence(self.medium, sequence, fence).next_seq
             self._await_lane(lane, end)
+
+    def take_over(self, lane: str) -> bool:
+        """End another host's lane if its process has ended, or was silent for its lease; whether it has
+        ended.
+
+        Raises:
+            MediumError: the medium does not answer.
+            StoreError: what is in it did not come in time.
+        """
+        if (lane_folder(self._store, lane) / FENCED).exists():
+            return True
+        follower = self._follower
+        replica = None if follower is None else follower.replica(lane)
+        if replica is None or not replica.session:
+            return False
+        assert self.session.valid
+        assert self._witness is not None
+        if not self._witness.gone(replica.session):
+            return False
+        self.end_lanes(replica.session)
+        return (lane_folder(self._store, lane) / FENCED).exists()
 
     def _await_lane(self, lane: str, end: int) -> None:
         until = seconds() + PATIENCE_S

@@ -60,7 +60,8 @@ def held_claim(
                 break
         elif time.monotonic() >= until:
             raise LaneLockedError(
-                f"{what} is being done by {witness.host(other['session'])}: stop that process, or {remedy}"
+                f"{what} is being done by {witness.described(other['session'])}: stop that process, or "
+                f"{remedy}"
             )
         else:
             time.sleep(LOOK_S)

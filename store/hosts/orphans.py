@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 from rollbook.store.events import Event, EventOrphaned, codec
 from rollbook.store.events.event_json import as_json
+from rollbook.store.hosts.shipper import Sender, settled_end
 from rollbook.store.log.reader import LaneReader
 from rollbook.store.log.recovery import cut_behind, recovered_lane
 from rollbook.store.log.writer import LaneWriter
-from rollbook.store.wal.files import FENCED, Watermark, lane_folder, read_shipped, read_watermark
+from rollbook.store.wal.files import Watermark, lane_folder, read_watermark
 
 LANE = "orphans"
 TOGETHER = 64
@@ -24,17 +24,8 @@ TOGETHER = 64
 logger = logging.getLogger(__name__)
 
 
-def holds_orphans(store: Path, lane: str) -> bool:
-    """Whether a lane of this host was ended, and holds events behind its end."""
-    folder = lane_folder(store, lane)
-    if not (folder / FENCED).exists():
-        return False
-    shipped = read_shipped(folder)
-    return shipped is not None and read_watermark(folder).next_seq > shipped.next_seq
-
-
-def move_orphans(store: Path, lane: str, take: Callable[[str], LaneWriter]) -> int:
-    """Move what a lane holds behind its end; how many events.
+def move_orphans(sender: Sender, lane: str, take: Callable[[str], LaneWriter]) -> int:
+    """Move what a lane of this host holds behind the end that another one gave it; how many events.
 
     Where this is cut short, the next call goes on: each event keeps its id, by which none is moved twice.
 
@@ -44,17 +35,18 @@ def move_orphans(store: Path, lane: str, take: Callable[[str], LaneWriter]) -> i
     Raises:
         LaneLockedError: the lane's process still runs.
     """
-    folder = lane_folder(store, lane)
+    store, folder = sender.store, lane_folder(sender.store, lane)
     with recovered_lane(store, lane):
-        shipped, end = read_shipped(folder), read_watermark(folder).next_seq
-        assert shipped is not None
-        reader, moved = LaneReader(store, lane, shipped.next_seq), list[Event]()
+        at, end = settled_end(sender, lane), read_watermark(folder).next_seq
+        if end == at.next_seq:
+            return 0
+        reader, moved = LaneReader(store, lane, at.next_seq), list[Event]()
         for batch in reader.poll(end):
             moved += [_orphaned(event) for event in codec.decode(batch, lane, reader.body)]
         with take(LANE) as writer:
             for start in range(0, len(moved), TOGETHER):
                 writer.append(moved[start : start + TOGETHER]).result()
-        cut_behind(folder, Watermark(shipped.segment, shipped.offset, shipped.next_seq))
+        cut_behind(folder, Watermark(at.segment, at.offset, at.next_seq))
     logger.warning(
         "lane %s was ended by another host: %d events behind its end count for nothing, and are in lane %s",
         *(lane, len(moved), LANE),

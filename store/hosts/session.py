@@ -9,17 +9,21 @@ whatever their clocks say; and no clock of one host is ever compared with one of
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rollbook.store.errors import FencedError, MediumError
 from rollbook.store.ids import new_id, now_us
 from rollbook.store.medium.medium import Medium, session_sequence
 from rollbook.store.medium.register import Register
+from rollbook.store.permissions import open_file
+from rollbook.store.wal.files import take_lock, try_lock
 
 RENEWALS, OWN_SHARE, OTHERS_SHARE = 3, 0.75, 1.25
 """Renewals in a lease; when its owner stops, and when others may end it, as shares of it."""
@@ -38,6 +42,7 @@ class Session:
 
     Args:
         lease_s: how long the others wait; 0: they never end it, and it is always valid.
+        locks: the store's folder of claims, where a lock says to others of this host that the process runs.
 
     Raises:
         MediumError: the medium does not take its first entry.
@@ -46,8 +51,10 @@ class Session:
         name: the host's name and an id.
     """
 
-    def __init__(self, medium: Medium, host: str, lease_s: float) -> None:
+    def __init__(self, medium: Medium, host: str, lease_s: float, locks: Path | None = None) -> None:
         self.name = f"{host}.{new_id()}"
+        self._lock = None if locks is None else take_lock(_lock_file(locks, self.name), "its session", "wait")
+        self._lock_file = None if locks is None else _lock_file(locks, self.name)
         self._register = Register(medium, session_sequence(self.name))
         self._host, self._lease_s = host, lease_s
         self._lanes: set[str] = set()
@@ -96,6 +103,9 @@ class Session:
                 self._renew(ended=True)
             except MediumError as error:
                 logger.warning("what this process held is free when its lease has run out: %s", error)
+        if self._lock is not None and self._lock_file is not None:
+            self._lock_file.unlink(missing_ok=True)
+            os.close(self._lock)
 
     def _run(self) -> None:
         pause = self._lease_s / RENEWALS if self._lease_s else 3600.0
@@ -143,6 +153,28 @@ class Session:
         }
 
 
+def _lock_file(locks: Path, session: str) -> Path:
+    return locks / f"{session}.session"
+
+
+def _has_ended_here(locks: Path, host: str, session: str) -> bool:
+    """Whether a session was one of this host's, and its process has ended."""
+    if not session.startswith(f"{host}."):
+        return False
+    path = _lock_file(locks, session)
+    try:
+        fd = open_file(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        if not try_lock(fd, fcntl.LOCK_EX):
+            return False
+        path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(fd)
+
+
 @dataclass(slots=True)
 class _Seen:
     """What was seen of another session: its newest entry, and since when that is the newest."""
@@ -159,10 +191,13 @@ class Witness:
 
     Attributes:
         name: of whoever ends a session, for its owner.
+        host, locks: this host, and the folder where its own sessions have locks.
     """
 
     medium: Medium
     name: str
+    host: str = ""
+    locks: Path | None = None
     _seen: dict[str, _Seen] = field(default_factory=dict)
 
     def gone(self, session: str) -> bool:
@@ -177,6 +212,8 @@ class Witness:
         value = seen.value
         if value is None or value["ended"]:
             return True
+        if self.locks is not None and _has_ended_here(self.locks, self.host, session):
+            return self.fence(session)
         if not value["lease_s"] or seconds() - seen.since < OTHERS_SHARE * value["lease_s"]:
             return False
         return self.fence(session)
@@ -200,7 +237,7 @@ class Witness:
         value = self._look(session).value
         return [] if value is None else list(value["lanes"])
 
-    def host(self, session: str) -> str:
+    def described(self, session: str) -> str:
         """The host of a session and its process there, for people."""
         value = self._look(session).value
         return session if value is None else f"{value['host']}, process {value['process']}"

@@ -27,7 +27,7 @@ from rollbook.store.hosts.session import Session
 from rollbook.store.ids import now_us
 from rollbook.store.medium.chunk import Chunk, Part, decode_chunk, encode_chunk
 from rollbook.store.medium.medium import Medium, lane_sequence
-from rollbook.store.permissions import make_empty, open_file
+from rollbook.store.permissions import make_empty, open_file, replace_small
 from rollbook.store.safe_paths import open_plain
 from rollbook.store.sealed.unit import unsealed_start
 from rollbook.store.wal.files import (
@@ -48,6 +48,8 @@ from rollbook.store.wal.frame import ALIGN, BadFrameError, span_of
 RETRY_S, LONGEST_RETRY_S = 0.1, 2.0
 LEASE_LOOK_S = 0.05
 """Between two looks at a lease that is to be renewed before anything is acknowledged."""
+SETTLED = b"settled\n"
+"""The content of the file FENCED once it is known where the lane ends."""
 UNITS_S = 1.0
 """Between two looks for units that have moved to object storage."""
 
@@ -215,7 +217,7 @@ class LaneShipper:
     def _end(self, error: FencedError) -> None:
         with self._changed:
             self._fenced = error
-        make_empty(self._folder / FENCED).write_text(f"{error}\n")
+        make_empty(self._folder / FENCED)
         self._fail(error)
         self._on_fenced(error)
 
@@ -436,6 +438,38 @@ def _fence_error(chunk: Chunk) -> FencedError:
         f"host's "
         "folder is in use; remove the file HOST from one of them, and its lanes"
     )
+
+
+def settled_end(sender: Sender, lane: str) -> Shipped:
+    """Where a lane of this host ends that was ended, or whose process's lease was: the same for all hosts.
+
+    Raises:
+        CorruptionError: the medium holds other bytes of it.
+        MediumError: no answer.
+    """
+    folder, sequence = lane_folder(sender.store, lane), lane_sequence(sender.host, lane)
+    fence = Chunk(sender.store_id, lane, sender.host, 0, 0, sender.session.name, 0, "fence")
+    number = put_fence(sender.medium, sequence, fence).number
+    at = (
+        _behind(sender.medium, sequence, number - 1, folder)
+        if number
+        else _beginning(sender.store, lane, folder)
+    )
+    replace_small(folder / SHIPPED, at.pack())
+    replace_small(folder / FENCED, SETTLED)
+    return at
+
+
+def is_ended(medium: Medium, host: str, lane: str) -> bool:
+    """Whether a fence is the newest entry of a lane.
+
+    Raises:
+        MediumError: no answer.
+    """
+    sequence = lane_sequence(host, lane)
+    newest = medium.last(sequence)
+    entry = [] if newest is None else medium.read(sequence, newest)
+    return bool(entry) and decode_chunk(entry[0], f"{medium.address}, {sequence}, {newest}").kind == "fence"
 
 
 def put_fence(medium: Medium, sequence: str, fence: Chunk) -> Chunk:

@@ -24,11 +24,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollbook.store.cut import Cut, format_cut, parse_cut
-from rollbook.store.errors import CorruptionError, CutError, FencedError
+from rollbook.store.errors import CorruptionError, CutError, FencedError, LaneLockedError
 from rollbook.store.events import BodyStored, Event, RunOpened, StepPlanned, TrajectoryOpened, codec
 from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.store.log.consumer import Consumer
 from rollbook.store.log.reader import LaneReader
+from rollbook.store.log.recovery import recovered_lane
 from rollbook.store.log.tail import EVERYTHING, Filter, Tail
 from rollbook.store.log.writer import LaneWriter, Shipment
 from rollbook.store.marker import raise_marker
@@ -63,6 +64,12 @@ class Carrier(Protocol):
         self, what: str, remedy: str, patience_s: float, *, shared: bool
     ) -> contextlib.AbstractContextManager[None]:
         """Hold a claim among hosts."""
+
+    def take_over(self, lane: str) -> bool:
+        """End another host's lane if its process has ended; whether it has ended."""
+
+    def agree(self, what: str, value: str) -> bool:
+        """Whether all hosts have this value of something."""
 
     def catch_up(self) -> None:
         """Return once all is here that other hosts had shipped when this was called."""
@@ -301,6 +308,20 @@ class Store:
         writer = LaneWriter(self.path, self.store_id, lane, settings or self.settings().append, ship=ship)
         self._opened(self.path, lane, writer.recovered)
         return writer
+
+    @contextlib.contextmanager
+    def taken_over(self, lane: str) -> Iterator[None]:
+        """Hold a lane whose process is gone, on this host or on another one: nothing is added to it
+        meanwhile.
+
+        Raises:
+            LaneLockedError: its process runs.
+            CorruptionError: acknowledged bytes are damaged or missing.
+        """
+        if is_replica(self.path, lane) and (self.carrier is None or not self.carrier.take_over(lane)):
+            raise LaneLockedError(f"lane {lane!r} is written by another host: wait until that one is gone")
+        with recovered_lane(self.path, lane):
+            yield
 
     def settings(self) -> StoreSettings:
         """The settings in `store.toml`, read anew.

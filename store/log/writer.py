@@ -160,7 +160,7 @@ class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
             if self._shipment is not None:
                 self._shipment.close()
             os.close(self._lock_fd)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not isinstance(error, FencedError):
                 text = f"lane {lane!r} of {store} cannot be begun: {error}; mend that and begin again"
                 raise WriteFailedError(text) from error
             raise

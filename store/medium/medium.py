@@ -16,6 +16,8 @@ from rollbook.store.errors import MediumError
 
 LANES, SESSIONS, CLAIMS = "lanes", "sessions", "claims"
 """The first part of a sequence's name says what its entries are."""
+AGREED = "agreed"
+"""The first part of sequences of one entry, in which hosts find what all of them must have."""
 STORE = "store"
 """The sequence whose one entry is the store's marker, by which a host knows what it joins."""
 

@@ -9,6 +9,7 @@ import inspect
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
@@ -85,6 +86,7 @@ def _serve(ctx: typer.Context, config: Path | None, show_config: bool, **values:
         return
     from rollbook.ingest.secrets import secrets_of
     from rollbook.ingest.serve.serve import serve as run_server
+    from rollbook.store.errors import FencedError
 
     secrets = secrets_of(
         settings,
@@ -94,7 +96,12 @@ def _serve(ctx: typer.Context, config: Path | None, show_config: bool, **values:
         engine_admin_key=values["engine_admin_key"],
         api_keys=values["api_key"] or (),
     )
-    run_server(settings, secrets, announce)
+    try:
+        run_server(settings, secrets, announce)
+    except FencedError as error:
+        # As another process, of the same number: nothing of what this one held is left in it.
+        logging.getLogger(__name__).warning("%s; this proxy begins again", error)
+        os.execv(sys.executable, sys.orig_argv)
 
 
 def _is_given(ctx: typer.Context, name: str) -> bool:

@@ -16,9 +16,17 @@ def words(text_model: Callable[[str], Path], script: Path) -> list[str]:
     return ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
 
 
-@pytest.fixture
-def cluster(serve: Callable[..., Served], words: list[str], tmp_path: Path) -> Callable[..., Cluster]:
-    """Starts so many proxies, which have seen each other."""
+@pytest.fixture(params=["one folder", "hosts"])
+def cluster(
+    serve: Callable[..., Served],
+    words: list[str],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Cluster]:
+    """Starts so many proxies, which have seen each other: on one host, or on one each."""
+    hosts = request.param == "hosts"
+    monkeypatch.setenv("ROLLBOOK_ALLOW", str(tmp_path))
 
     def make(
         count: int = 3,
@@ -26,7 +34,7 @@ def cluster(serve: Callable[..., Served], words: list[str], tmp_path: Path) -> C
         given: list[str] | None = None,
         seen_by: dict[str, str] | None = None,
     ) -> Cluster:
-        proxies = Cluster(serve, tmp_path, [*(words if given is None else given), *more], count)
+        proxies = Cluster(serve, tmp_path, [*(words if given is None else given), *more], count, hosts=hosts)
         proxies.headers = seen_by or {}
         for number in range(count):
             proxies.start(number)
