@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rollbook.engines.embedded.batching import likeliest
@@ -156,6 +157,25 @@ def test_top_k_of_one_is_greedy(served: Served) -> None:
     assert greedy.completion_ids.tolist() == first.completion_ids.tolist() == nucleus.completion_ids.tolist()
     ids = [*PROMPT.tolist(), *first.completion_ids.tolist()]
     assert np.abs(first.logprobs - served.logprobs("many", ids)[len(PROMPT) - 1 :]).max() < 1e-5
+
+
+def test_an_adapter_of_narrow_factors_is_widened(served: Served, tmp_path: Path) -> None:
+    """Those that a trainer in bfloat16 wrote: known by their digest, sampled from and scored as they are."""
+    shutil.copytree(served.folders["many"], tmp_path / "narrow")
+    file = tmp_path / "narrow" / "adapter_model.safetensors"
+    narrow = {name: factor.bfloat16() for name, factor in load_file(file).items()}
+    save_file(narrow, file, {"format": "pt"})
+    served.run(served.engine.load_adapter("narrow", tmp_path / "narrow", digest_tensors(narrow)))
+    served.engine._adapters.put("wide", {name: factor.float() for name, factor in narrow.items()}, 4.0)
+    sampling = Sampling(16, 1.0, 5)
+    one, other = served.generate(("narrow", sampling), ("wide", sampling))
+    assert (one.completion_ids == other.completion_ids).all()
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    ids = token_ids([*PROMPT, *one.completion_ids])
+    scored = served.run(served.engine.score(ids, "narrow", 1.0, 0)).logprobs[len(PROMPT) :]
+    np.testing.assert_allclose(scored, one.logprobs, atol=1e-5)
+    for name in ("narrow", "wide"):
+        served.run(served.engine.unload_adapter(name))
 
 
 def test_an_adapter_that_is_another_is_not_served(served: Served, tmp_path: Path) -> None:

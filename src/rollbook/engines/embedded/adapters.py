@@ -31,7 +31,7 @@ class Adapter:
     """Factors in an engine's memory.
 
     Attributes:
-        factors: by PEFT's names, A [rank, in] and B [out, rank].
+        factors: by PEFT's names, A [rank, in] and B [out, rank], float32 as the model's weights.
         scale: of their product.
         digest: of the factors as they are held.
     """
@@ -74,7 +74,7 @@ class Adapters:
             side = 1 if key.endswith(_A) else 0
             if shape is None or not key.endswith((_A, _B)) or own[side] != shape[side]:
                 raise EngineError(f"adapter {name}: {key} {list(own)} fits no matrix of this model")
-        held = {key: tensor.clone() for key, tensor in factors.items()}
+        held = {key: tensor.to(torch.float32, copy=True) for key, tensor in factors.items()}
         self._held[name] = adapter = Adapter(held, scale, digest_tensors(held))
         return adapter
 
