@@ -11,6 +11,8 @@ import pytest
 from tests.service.conftest import BASE, Service, printed
 
 from rollbook import store as rb
+from rollbook.replay.step.step import replay_step
+from rollbook.store.events import StepPlanned
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(480)]
 
@@ -39,6 +41,21 @@ def test_a_snapshot_samples_the_weights_that_it_names(service: Service) -> None:
     differences = tempered - np.array(came["trainer"][count - 1 :])
     assert np.abs(differences).max() < 3  # of another temperature: near, and not the same
     assert np.abs(differences).max() > 1e-4
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_trainer_of_bfloat16_is_sampled_in_float32(service_at: Callable[..., Service], rank: int) -> None:
+    """Adapters and whole models: of the weights that were saved, with the trainer's logprobs to its rounding;
+    and the last step replays bit for bit."""
+    service = service_at("narrow", "--set", "dtype=bfloat16", "--set", "full=1")
+    came = service.run("sample", base=BASE, rank=rank)
+    assert came["third"] == came["again"] == came["third later"]
+    assert len({str(came[name]) for name in ("fresh", "third", "sixth")}) == 3
+    gaps = np.abs(np.array(came["scores"][1:]) - came["trainer"])
+    assert 1e-5 < gaps.max() < 0.1
+    service.stop()
+    [run] = {event.run for event in service.log.events() if isinstance(event.record, StepPlanned)}
+    assert replay_step(service.log, 5, run).bit_for_bit
 
 
 def test_how_a_sequence_ends(service: Service) -> None:
