@@ -16,9 +16,10 @@ import torch
 from rollbook.engines.weights.digests import digest_tensors, read_weights
 from rollbook.store.errors import ModelError, ReplayError
 from rollbook.train.config.lora import LoraConfig
-from rollbook.train.ranks.backend import AdamSettings
+from rollbook.train.ranks.backend import AdamSettings, TrainablePolicy
 from rollbook.train.tenants.base import Base, load_base
 from rollbook.train.tenants.model import ClientModel
+from rollbook.train.tenants.operations import GRADIENTS
 from rollbook.train.tenants.states import read_state, write_state, write_trained
 from rollbook.train.tenants.wire import Datum, Pass
 
@@ -127,3 +128,15 @@ def test_an_adapter_is_not_loaded_into_a_whole_model(base: Base) -> None:
         with pytest.raises(ModelError, match="make a model from them"):
             here.load(there.state())
         assert here.digests() == digests
+
+
+def test_gradients_that_come_back_are_where_the_model_is(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were on the disk, or in the host's memory: the next pass adds to them."""
+    here = ClientModel(base.policy, base.how, LORA, 1)
+    here.run_pass(_pass(*WORDS), {})
+    held = here.state().on_host()
+    monkeypatch.setattr(TrainablePolicy, "device", torch.device("meta"))
+    here.load(held)
+    gradients = here.state(GRADIENTS).parts[GRADIENTS]
+    assert gradients.keys() == held.parts[GRADIENTS].keys() != set()
+    assert all(gradient.is_meta for gradient in gradients.values())

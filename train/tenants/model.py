@@ -126,7 +126,8 @@ class ClientModel:
         else:
             self._policy.load_adapter(state.parts[FACTORS])
         self._policy.load_optimizer_state(state.parts[OPTIMIZER])
-        self._gradients = {name: tensor.clone() for name, tensor in state.parts[GRADIENTS].items()}
+        device, gradients = self._policy.device, state.parts[GRADIENTS].items()
+        self._gradients = {name: tensor.to(device, copy=True) for name, tensor in gradients}
 
     def run_pass(self, sent: Pass, keys: Mapping[str, float]) -> tuple[list[Outputs], dict[str, float]]:
         """The outputs of each datum, and metrics; a backward pass adds all its gradients, or none.
