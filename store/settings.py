@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollbook.store.config import describe_invalid, invalid_values
+from rollbook.store.config import describe_invalid, first_invalid_value, invalid_values
 from rollbook.store.errors import ConfigError
 from rollbook.store.safe_paths import read_small
 
@@ -81,6 +81,18 @@ class MediumSettings(_Section):
     its lease stops acknowledging before. 0: nobody may, and none stops."""
     follow: tuple[str, ...] = ("*",)
     """Lanes of other hosts that are copied to this one, by names with `*`; others cannot be read here."""
+
+
+def medium_settings(**values: Any) -> MediumSettings:
+    """Settings from a command line.
+
+    Raises:
+        ConfigError: a value cannot be.
+    """
+    try:
+        return MediumSettings.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(first_invalid_value(error, values)) from error
 
 
 class OwnMediumSettings(MediumSettings):

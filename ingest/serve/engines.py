@@ -105,6 +105,7 @@ def _embedded(settings: ServeSettings) -> MakeEngine:
 
     def made(identity: Identity) -> Engine:
         engine.weights.begin_with(identity.log.own)
+        engine.updates.located = identity.log.store.located
         return fleet
 
     return made

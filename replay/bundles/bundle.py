@@ -163,7 +163,7 @@ def _check_alone(log: Store, contents: StepContents) -> None:
             f"{contents.base.policy_version} on, {len(contents.steps) - 1} steps are run first, which need "
             "the optimizer's state. Leave out --without, or choose a step after a checkpoint"
         )
-    if is_sharded(place_inside(log.path, contents.base.path)):
+    if is_sharded(log.folder(contents.base.path)):
         raise ReplayError(
             f"step {contents.step.planned.step} cannot be bundled without the optimizer: "
             f"{contents.base.path} is of shards, which hold weights and the optimizer's state together. "
@@ -203,7 +203,7 @@ def _files_of(
 ) -> dict[str, Path]:
     """The files of a checkpoint that go into the bundle, by name; without the optimizer's state where the
     replay can do without it."""
-    folder = place_inside(log.path, checkpoint.path)
+    folder = log.folder(checkpoint.path)
     if contents.base is None:
         return {CONFIG: folder / CONFIG}
     held = {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and of_model(path.name)}

@@ -25,7 +25,6 @@ from rollbook.store.events import (
     StepCommitted,
 )
 from rollbook.store.fold.checkpoints import held_and_removed
-from rollbook.store.safe_paths import place_inside
 from rollbook.store.sealed.unit import current_units
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
 from rollbook.train.step.reference import policy_of
@@ -184,7 +183,7 @@ def checkpoint_faults(
 
 def _fault(log: Store, record: CheckpointWritten) -> str | None:
     try:
-        path = place_inside(log.path, record.path)
+        path = log.folder(record.path)
         if not path.is_dir():
             return "it is not there, and nothing in the log has removed it"
         held = read_checkpoint(path)

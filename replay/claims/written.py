@@ -11,7 +11,6 @@ from rollbook.store import Store
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.events import CheckpointWritten, Json
-from rollbook.store.safe_paths import place_inside
 from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
 
 STAGES_OF = {
@@ -37,7 +36,7 @@ def written(
     failure: StageReplay | None = None
     for record in reversed(records):
         try:
-            held = read_checkpoint(place_inside(log.path, record.path))
+            held = read_checkpoint(log.folder(record.path))
         except (ModelError, OutsideError, OSError) as error:
             failure = failure or _unreadable(log, record, str(error))
             continue

@@ -66,7 +66,6 @@ from rollbook.store.errors import ConfigError, ReplayError
 from rollbook.store.events import REPLAY, Json, LabelAdded, RunOpened, TrajectoryFinished, TrajectoryOpened
 from rollbook.store.fold.trajectory import Trajectory, Turn
 from rollbook.store.ids import new_id
-from rollbook.store.safe_paths import place_inside
 from rollbook.store.sql.query import connect_at
 from rollbook.train.checkpoints.export import checkpoint_of, export_model
 
@@ -198,7 +197,7 @@ def _model(log: Store, weights: Weights, run: str) -> Iterator[Path]:
         yield weights.model
         return
     _, record = checkpoint_of(log, weights.version, run, weights.policy, named_by="--policy")
-    folder = place_inside(log.path, record.path)
+    folder = log.folder(record.path)
     if not is_sharded(folder):
         yield folder
         return

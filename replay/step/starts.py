@@ -11,7 +11,6 @@ from rollbook.store import Store
 from rollbook.store.errors import ModelError, OutsideError, ReplayError, TrainError
 from rollbook.store.events import CheckpointWritten, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History
-from rollbook.store.safe_paths import place_inside
 from rollbook.train.batches.manifest_batch import begins
 from rollbook.train.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from rollbook.train.model.shape import ModelShape, read_shape
@@ -143,7 +142,7 @@ def _read(
 ) -> tuple[Path, ModelShape, Checkpoint] | None:
     """What a checkpoint holds; None, with a reason, where it is gone or damaged."""
     try:
-        path = place_inside(log.path, record.path)
+        path = log.folder(record.path)
         return path, read_shape(path), read_checkpoint(path)
     except (ModelError, OutsideError, OSError) as error:
         reasons.append(f"version {record.policy_version}: {error}")

@@ -25,7 +25,6 @@ from rollbook.store import Store
 from rollbook.store.errors import ModelError, OutsideError, ReplayError
 from rollbook.store.events import Json, RewardAssigned, StepCommitted
 from rollbook.store.fold.history import KINDS, CommittedStep, History, fold_history
-from rollbook.store.safe_paths import place_inside
 from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.model.shape import ModelShape, read_shape
 from rollbook.train.resume.promise import Promise
@@ -155,7 +154,7 @@ def _shape(log: Store, history: History) -> ModelShape | None:
     """The model's architecture, where a checkpoint of it is there."""
     for record in history.checkpoints:
         with contextlib.suppress(ModelError, OutsideError, OSError):
-            return read_shape(place_inside(log.path, record.path))
+            return read_shape(log.folder(record.path))
     return None
 
 

@@ -15,7 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import orjson
+
 from rollbook.store.errors import (
+    ConfigError,
     CorruptionError,
     FencedError,
     LaneLockedError,
@@ -31,14 +34,16 @@ from rollbook.store.hosts.session import Session, Witness, seconds
 from rollbook.store.hosts.shipper import SETTLED, LaneShipper, Sender, is_ended, put_fence
 from rollbook.store.hosts.units import refresh_units, units_elsewhere
 from rollbook.store.log.recovery import recovered_lane
+from rollbook.store.log.store import CHECKPOINTS
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.marker import MARKER
 from rollbook.store.medium.chunk import Chunk
+from rollbook.store.medium.folders import SharedFolders
 from rollbook.store.medium.medium import AGREED, LANES, STORE, Medium, lane_of
-from rollbook.store.medium.open import opened_medium
-from rollbook.store.permissions import make_empty, make_folder, open_file
-from rollbook.store.safe_paths import read_small
-from rollbook.store.settings import MediumSettings
+from rollbook.store.medium.open import opened_folders, opened_medium
+from rollbook.store.permissions import make_empty, make_folder, open_file, replace_small
+from rollbook.store.safe_paths import place_inside, read_small
+from rollbook.store.settings import MediumSettings, read_settings
 from rollbook.store.wal.files import (
     FENCED,
     folders_of_lanes,
@@ -49,6 +54,8 @@ from rollbook.store.wal.files import (
     try_lock,
 )
 
+SHARED = "SHARED"
+"""In the store's folder: names of folders that other hosts can have."""
 FOLLOWING, LOOK = "following.lock", "LOOK"
 """In the folder of claims: held by the process that follows; and touched by one that waits for it."""
 TAKE_UP_S = 0.5
@@ -184,6 +191,62 @@ class Carrier:
             except (StoreError, OSError) as error:
                 logger.warning("what is left in lane %s is not shipped: %s", lane, error)
 
+    # Folders ------------------------------------------------------------------------------------
+
+    def share(self, named: str) -> None:
+        """Copy a folder of the store to where other hosts fetch it.
+
+        Raises:
+            ConfigError: there is no object storage.
+            MediumError: it does not answer, or refuses.
+        """
+        self._folders().share(place_inside(self._store, named), named)
+        self._note_shared(named)
+
+    def _note_shared(self, named: str) -> None:
+        with self._gate:
+            replace_small(self._store / SHARED, orjson.dumps(sorted({*self._shared_before(), named})))
+
+    def _shared_before(self) -> set[str]:
+        """The folders of this host that were shared, or that come from others."""
+        try:
+            return set(orjson.loads(read_small(self._store / SHARED, 1 << 26)))
+        except (FileNotFoundError, ValueError):
+            return set()
+
+    def _share_missing(self) -> None:
+        """Share checkpoints that were written before there were several hosts."""
+        there = {
+            path.relative_to(self._store).as_posix() for path in self._store.glob(f"{CHECKPOINTS}/*/*/v*")
+        }
+        for named in sorted(there - self._shared_before()):
+            with contextlib.suppress(ConfigError):  # there is nowhere to
+                self.share(named)
+
+    def fetch(self, named: str) -> None:
+        """Have a folder here that another host has shared, if one has.
+
+        Raises:
+            ConfigError: there is no object storage.
+            MediumError: it does not answer, or refuses.
+            CorruptionError: it is not what was shared.
+        """
+        if self._folders().fetch(named, place_inside(self._store, named)):
+            self._note_shared(named)
+
+    def unshare(self, named: str) -> None:
+        """Remove a folder from where other hosts fetch it.
+
+        Raises:
+            ConfigError: there is no object storage.
+            MediumError: it does not answer, or refuses.
+        """
+        self._folders().remove(named)
+
+    def _folders(self) -> SharedFolders:
+        settings = read_settings(self._store).model_copy(update={"medium": self.settings})
+        return opened_folders(settings, self._store_id)
+
     # Claims -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -201,6 +264,14 @@ class Carrier:
     def _new_witness(self) -> Witness:
         assert self._session is not None
         return Witness(self.medium, self._session.name, self.host, self._store / "claims")
+
+    def state_of(self, session: str) -> str:
+        """Whether a process, by its session, runs or has ended, for people.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        return "ended in order" if Witness(self.medium, "").has_ended(session) else "runs, or is silent"
 
     def agree(self, what: str, value: str) -> bool:
         """Whether all hosts have this value of something, which the first one that asks says.
@@ -331,6 +402,7 @@ class Carrier:
                 self._failure, retry = None, RETRY_S
                 if seconds() >= leftovers:
                     self._ship_leftovers()
+                    self._share_missing()
                     leftovers = seconds() + LEFTOVERS_S
                 self._say_as_of(follower.as_of)
             except (StoreError, OSError) as error:

@@ -218,6 +218,15 @@ class Witness:
             return False
         return self.fence(session)
 
+    def has_ended(self, session: str) -> bool:
+        """Whether a session has ended; one that is only silent has not.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        value = self._look(session).value
+        return value is None or bool(value["ended"])
+
     def fence(self, session: str) -> bool:
         """End a session; False: it was renewed meanwhile.
 

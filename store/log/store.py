@@ -34,6 +34,7 @@ from rollbook.store.log.tail import EVERYTHING, Filter, Tail
 from rollbook.store.log.writer import LaneWriter, Shipment
 from rollbook.store.marker import raise_marker
 from rollbook.store.permissions import make_folder
+from rollbook.store.safe_paths import place_inside
 from rollbook.store.sealed.names import Hashes, name_hashes, opened_in
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
 from rollbook.store.sealed.point_read import rows_of_kinds, trajectory_rows, unit_body
@@ -42,6 +43,8 @@ from rollbook.store.settings import AppendSettings, StoreSettings, read_settings
 from rollbook.store.wal.files import closed_head, folders_of_lanes, is_replica, take_lock
 from rollbook.store.wal.segment import LaneState
 
+CHECKPOINTS = "checkpoints"
+"""The store's folder with those of versions."""
 POINT_READS = 256
 """Up to this many trajectories are looked up one by one; for more, the whole log is read."""
 
@@ -67,6 +70,15 @@ class Carrier(Protocol):
 
     def take_over(self, lane: str) -> bool:
         """End another host's lane if its process has ended; whether it has ended."""
+
+    def share(self, named: str) -> None:
+        """Let other hosts have a folder of the store."""
+
+    def fetch(self, named: str) -> None:
+        """Have a folder here that another host lets others have, if one does."""
+
+    def unshare(self, named: str) -> None:
+        """Let other hosts not have a folder any more."""
 
     def agree(self, what: str, value: str) -> bool:
         """Whether all hosts have this value of something."""
@@ -322,6 +334,38 @@ class Store:
             raise LaneLockedError(f"lane {lane!r} is written by another host: wait until that one is gone")
         with recovered_lane(self.path, lane):
             yield
+
+    def folder(self, named: str) -> Path:
+        """The folder that an event names, such as a checkpoint's; fetched, if it is on another host alone.
+
+        Raises:
+            OutsideError: the name leads out of the store.
+            MediumError: another host may have it, and what it is fetched from does not answer.
+        """
+        path = place_inside(self.path, named)
+        if self.carrier is not None and not path.exists():
+            self.carrier.fetch(named)
+        return path
+
+    def located(self, path: Path) -> Path:
+        """A checkpoint's folder by the path that another host has for it; any other path as it is.
+
+        Raises:
+            MediumError: another host may have it, and what it is fetched from does not answer.
+        """
+        if self.carrier is None or path.exists() or CHECKPOINTS not in path.parts:
+            return path
+        last = len(path.parts) - 1 - path.parts[::-1].index(CHECKPOINTS)
+        return self.folder("/".join(path.parts[last:]))
+
+    def share(self, named: str) -> None:
+        """Let other hosts have a folder that an event will name.
+
+        Raises:
+            ConfigError, MediumError: they cannot have it.
+        """
+        if self.carrier is not None:
+            self.carrier.share(named)
 
     def settings(self) -> StoreSettings:
         """The settings in `store.toml`, read anew.

@@ -45,7 +45,7 @@ class ObjectMedium:
 
     def __init__(self, address: str, endpoint: str | None = None) -> None:
         self.address = address.rstrip("/")
-        self._store: Any = _opened(self.address, endpoint)
+        self._store: Any = opened_objects(self.address, endpoint)
         self._loop = LoopThread("objects")
 
     def put(self, sequence: str, number: int, data: bytes) -> bool:
@@ -155,7 +155,15 @@ def _path(sequence: str, number: int) -> str:
     return f"log/{sequence}/{number:012d}"
 
 
-def _opened(address: str, endpoint: str | None) -> Any:
+def opened_objects(address: str, endpoint: str | None) -> Any:
+    """obstore's store of an address such as s3://bucket/prefix.
+
+    Args:
+        endpoint: URL of an S3-compatible service that is not AWS.
+
+    Raises:
+        ConfigError: a profile is named, and what reads profiles is not installed.
+    """
     parts = urlsplit(address)
     if parts.scheme == "file":
         return from_url(address, mkdir=True)

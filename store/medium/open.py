@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rollbook.store.errors import ConfigError, MediumError
 from rollbook.store.external_access import allows_bucket, allows_folder, allows_host, remedy
 from rollbook.store.medium.medium import Medium
-from rollbook.store.settings import MediumSettings, OwnMediumSettings
+from rollbook.store.settings import MediumSettings, OwnMediumSettings, StoreSettings
+
+if TYPE_CHECKING:
+    from rollbook.store.medium.folders import SharedFolders
 
 SCHEMES = ("s3", "gs", "az", "file", "nats")
 
@@ -41,6 +45,26 @@ def opened_medium(settings: MediumSettings, store_id: str) -> Medium:
             f"[medium] url {url!r}: `pip install 'rollbook[cluster]'` ({error.name} is missing)"
         ) from error
     return ObjectMedium(f"{url}/{store_id}", settings.endpoint)
+
+
+def opened_folders(settings: StoreSettings, store_id: str) -> SharedFolders:
+    """Where the hosts of a store share folders: in the medium, or in object storage beside one that is none.
+
+    Raises:
+        ConfigError: there is no object storage.
+    """
+    from rollbook.store.medium.folders import SharedFolders
+
+    url, endpoint = settings.medium.url, settings.medium.endpoint
+    if url is None or urlsplit(url).scheme == "nats":
+        url, endpoint = settings.remote.uri, settings.remote.endpoint
+    if url is None:
+        raise ConfigError(
+            "checkpoints go from host to host by object storage: set `uri` under [remote] in store.toml, as "
+            "messages "
+            "of NATS are too small for them"
+        )
+    return SharedFolders(f"{url.rstrip('/')}/{store_id}", endpoint)
 
 
 def _refuse_others(url: str, endpoint: str | None) -> None:

@@ -125,14 +125,17 @@ def _listed(
 
 def folder_of(log: Store, record: CheckpointWritten | CheckpointRemoved, run: str) -> Path | None:
     """The folder of a checkpoint; None where it is gone, or is not where a checkpoint of the run lies."""
-    parts = PurePosixPath(record.path).parts
-    if parts[:-1] != ("checkpoints", run, record.policy):
-        return None
-    name = _NAME.fullmatch(parts[-1])
-    if name is None or int(name[1]) != record.policy_version:
+    if not is_checkpoint_of(record, run):
         return None
     folder = place_inside(log.path, record.path)
     return folder if folder.is_dir() else None
+
+
+def is_checkpoint_of(record: CheckpointWritten | CheckpointRemoved, run: str) -> bool:
+    """Whether a checkpoint's name is one of the run's."""
+    parts = PurePosixPath(record.path).parts
+    name = _NAME.fullmatch(parts[-1]) if parts[:-1] == ("checkpoints", run, record.policy) else None
+    return name is not None and int(name[1]) == record.policy_version
 
 
 def remove_checkpoint(
@@ -145,14 +148,28 @@ def remove_checkpoint(
     """
     folder = folder_of(log, record, run)
     if folder is None:
-        return False
+        return _remove_elsewhere(log, run, record, reason, write)
     with removing_alone(folder) as alone:
         if not alone:
             return False
         named = (record.policy, record.policy_version, record.path)
         write(CheckpointRemoved(*named, record.weights_digest, record.optimizer_digest, reason))
         _discard(folder)
+    if log.carrier is not None:
+        log.carrier.unshare(record.path)
     note_removed_checkpoint(log.path, run, record.path)
+    return True
+
+
+def _remove_elsewhere(
+    log: Store, run: str, record: CheckpointWritten, reason: str, write: Callable[[Record], None]
+) -> bool:
+    """Remove a checkpoint that is not on this host from where hosts share it."""
+    if log.carrier is None or not is_checkpoint_of(record, run):
+        return False
+    named = (record.policy, record.policy_version, record.path)
+    write(CheckpointRemoved(*named, record.weights_digest, record.optimizer_digest, reason))
+    log.carrier.unshare(record.path)
     return True
 
 

@@ -76,7 +76,7 @@ def export_model(log: Store, out: Path, version: int | None, run: str | None, po
         ModelError: the checkpoint is damaged.
     """
     run, record = checkpoint_of(log, version, run, policy)
-    source = place_inside(log.path, record.path)
+    source = log.folder(record.path)
     with destination(out, folder=True) as building, reading(source):
         _lines(source, stream_checkpoint(source), record)
         _copy(source, building)
@@ -128,14 +128,14 @@ def export_adapter(log: Store, out: Path, version: int | None, run: str | None, 
     """
     run, held = _of_run(_checkpoints(log, policy), run, policy)
     record = _of_version(log, held, version, run, policy)
-    adapter = read_checkpoint(place_inside(log.path, record.path)).adapter
+    adapter = read_checkpoint(log.folder(record.path)).adapter
     if adapter is None:
         raise InterchangeError(
             f"version {record.policy_version} of policy {policy!r}, run {run!r}, has no adapter: it was "
             "trained without [lora]; `rollbook export model` writes its weights"
         )
     base = held.get(adapter.lora.base_version)
-    beside = "" if base is None else str(place_inside(log.path, base.path))
+    beside = "" if base is None else str(log.folder(base.path))
     with destination(out, folder=True) as building:
         write_adapter(building, adapter.tensors, adapter.lora.config, beside)
         size = size_of(building)

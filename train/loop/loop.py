@@ -475,7 +475,7 @@ class Feed:
             ConfigError: routing is to be replayed, and it has no experts.
         """
         held = history.checkpoints
-        shape = read_shape(place_inside(self.log.path, held[0].path) if held else self.config.model)
+        shape = read_shape(self.log.folder(held[0].path) if held else self.config.model)
         if self.config.lora is not None:
             check_merges(shape, self.config.lora)
         if not self.config.routing_replay:

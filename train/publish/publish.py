@@ -225,7 +225,8 @@ class Checkpointer:
         return None if self.lora is None else Adapter(copy(policy.adapter().items()), self.lora)
 
     def _noted(self, record: CheckpointWritten) -> CheckpointWritten:
-        """Write the record of a durable checkpoint to the log; returns it."""
+        """Write the record of a durable checkpoint to the log, once all hosts can have it; returns it."""
+        self._log.share(record.path)
         earlier = [c.policy_version for c in list(self._history.checkpoints)]  # of which others go meanwhile
         parent = max((v for v in earlier if v < record.policy_version), default=None)
         published = PolicyPublished(

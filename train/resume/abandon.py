@@ -16,7 +16,6 @@ from rollbook.store.events import CheckpointWritten, PolicyPublished, Record, St
 from rollbook.store.fold.history import KINDS, History, fold_history
 from rollbook.store.fold.versions import VersionDigests
 from rollbook.store.log.writer import LaneWriter
-from rollbook.store.safe_paths import place_inside
 from rollbook.train.checkpoints.checkpoint import checkpoint_named, write_checkpoint
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import family_in
@@ -58,6 +57,7 @@ def go_back(
         return history
     highest = max(versions.newest(config.run, config.policy), history.version)
     written = _write_again(config, log, base, highest + 1)
+    log.share(written.path)
     records: list[Record] = [
         StepAbandoned(s.step, s.attempt, config.policy, s.policy_version, version, written.policy_version)
         for s in steps
@@ -114,7 +114,7 @@ def _fits(config: TrainConfig, source: str, history: History, checkpoint: Checkp
 
 def _write_again(config: TrainConfig, log: Store, base: CheckpointWritten, version: int) -> CheckpointWritten:
     """A version's checkpoint under another number, in files of its own."""
-    path = place_inside(log.path, base.path)
+    path = log.folder(base.path)
     held = checkpoint_named(path, base.weights_digest)
     return write_checkpoint(
         log.path,

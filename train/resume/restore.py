@@ -27,7 +27,6 @@ from rollbook.store import Store
 from rollbook.store.errors import ConfigError, ModelError, OutsideError, ReplayError, TrainError
 from rollbook.store.events import CheckpointWritten, Json, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History
-from rollbook.store.safe_paths import place_inside
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.batches.batch import Batch, Partition, packed_partition, partition
@@ -236,7 +235,7 @@ def folder_to_copy(log: Store, history: History, base: WholeCheckpoint) -> Path:
     """The folder whose configuration and tokenizer later checkpoints copy: version 0's, which
     nothing removes; if it is gone all the same, that of the checkpoint that training goes on
     from."""
-    begun = [place_inside(log.path, c.path) for c in history.checkpoints if c.policy_version == 0]
+    begun = [log.folder(c.path) for c in history.checkpoints if c.policy_version == 0]
     return next((folder for folder in begun if (folder / "config.json").is_file()), base.path)
 
 
@@ -281,7 +280,7 @@ def put_in_place(
 
 
 def _read(log: Store, base: CheckpointWritten) -> WholeCheckpoint:
-    path = place_inside(log.path, base.path)
+    path = log.folder(base.path)
     held = checkpoint_named(path, base.weights_digest)
     return WholeCheckpoint(base, path, read_shape(path), held)
 

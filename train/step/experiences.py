@@ -18,7 +18,6 @@ from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import CheckpointWritten, Json, StepPlanned
 from rollbook.store.fold.history import History, all_samples
-from rollbook.store.safe_paths import place_inside
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.rollouts import Singles
@@ -103,7 +102,7 @@ class References:
             ModelError: it is damaged.
         """
         record = self._record(version, what)
-        return weights_named(place_inside(self.log.path, record.path), record.weights_digest)
+        return weights_named(self.log.folder(record.path), record.weights_digest)
 
     def logprobs(
         self, policy: Policy, version: int, micro_batches: Sequence[MicroBatch], parts: Partition
@@ -120,7 +119,7 @@ class References:
         """
         if self.apart is not None:
             record = self._record(version, REFERENCE)
-            path = place_inside(self.log.path, record.path)
+            path = self.log.folder(record.path)
             return self.apart.logprobs(path, record.weights_digest, micro_batches)
         with policy.using(self.weights(version)):
             logprobs = policy.forward(micro_batches, logprobs_of, shares_of(parts))

@@ -34,6 +34,8 @@ def print_info(store: Path, as_json: bool) -> None:
     """Print the state of the lanes, from their files and from the catalog."""
     log = open_store(store)
     info: dict[str, Any] = {"path": str(log.path), "id": log.store_id, "head": format_cut(log.head())}
+    if (medium := log.settings().medium.url) is not None:
+        info["medium"] = f"{medium.rstrip('/')}/{log.store_id}"
     tables: dict[str, list[dict[str, Any]]] = {}
     try:
         with contextlib.closing(Catalog.of(log.path)) as catalog:
@@ -46,7 +48,8 @@ def print_info(store: Path, as_json: bool) -> None:
         return
     console = Console()
     console.print(
-        f"store    {info['id']} at {info['path']}\nhead     {info['head']}\ncatalog  {info['catalog']}",
+        f"store    {info['id']} at {info['path']}\nhead     {info['head']}\ncatalog  {info['catalog']}"
+        + (f"\nmedium   {info['medium']}" if "medium" in info else ""),
         soft_wrap=True,
     )
     for name, rows in tables.items():

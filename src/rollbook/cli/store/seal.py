@@ -46,7 +46,7 @@ def run_seal(path: Path, watch: bool, as_json: bool, parent: int | None = None) 
     stop = threading.Event()
     if parent is not None:
         threading.Thread(target=_follow, args=(parent, stop), daemon=True).start()
-    with _stopped_by_signals(stop):
+    with stopped_by_signals(stop):
         if watch:
             _watch(store, Sealer(store, stop), stop, as_json)
             return 0
@@ -88,7 +88,7 @@ def _watch(store: Store, sealer: Sealer, stop: threading.Event, as_json: bool) -
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+def stopped_by_signals(stop: threading.Event) -> Iterator[None]:
     """SIGINT and SIGTERM stop the sealer after the unit it is writing."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in numbers}

@@ -112,6 +112,63 @@ def store_attach(
         say(f"{address}: an upload that was cut short; it has no manifest, and nobody reads it")
 
 
+@store_app.command("join")
+def store_join(
+    url: Annotated[
+        str, typer.Argument(help="Its medium and id: s3://bucket/prefix/STORE-ID, nats://host/STORE-ID.")
+    ],
+    store: Annotated[Path, typer.Option("--store", help="Folder to make; it must not exist yet.")],
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of an S3-compatible service that is not AWS.")
+    ] = None,
+    ack: Annotated[
+        str, typer.Option(help="local: acknowledge what this disk has; medium: what the medium has, too.")
+    ] = "local",
+    lease_s: Annotated[
+        float,
+        typer.Option(min=0, help="So long may this host be silent before others take over; 0: for ever."),
+    ] = 6.0,
+    follow: Annotated[
+        list[str] | None, typer.Option(help="Lanes to copy, by names with *; may be given several times.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Make a folder of this host one of the hosts of a store that others write. See docs/cluster.md.
+
+    Its store.toml then names the medium; every command of it follows the other hosts from there on.
+
+    rollbook store join s3://rollouts/team/0192... --store runs
+    """
+    from rollbook.cli.store.hosts import run_join
+    from rollbook.store.settings import medium_settings
+
+    run_join(
+        store, url, medium_settings(endpoint=endpoint, ack=ack, lease_s=lease_s, follow=follow or ["*"]), json
+    )
+
+
+@store_app.command("follow")
+def store_follow(
+    store: StoreOption,
+    once: Annotated[bool, typer.Option("--once", help="End once all is here that is there now.")] = False,
+) -> None:
+    """Copy other hosts' lanes to this one as they grow, and ship what is left in this one's.
+
+    Every command follows for as long as it runs; this one does so where none else does.
+    """
+    from rollbook.cli.store.hosts import run_follow
+
+    run_follow(store, once)
+
+
+@store_app.command("hosts")
+def store_hosts(store: StoreOption, json: AsJson = False) -> None:
+    """The hosts of a store: each one's lanes, how far they are here, and whether their processes run."""
+    from rollbook.cli.store.hosts import run_hosts
+
+    run_hosts(store, json)
+
+
 @store_app.command("rebuild-catalog")
 def store_rebuild_catalog(store: StoreOption, json: AsJson = False) -> None:
     """Make the catalog anew from the store's files, even where its database is gone or broken."""

@@ -47,6 +47,8 @@ class WeightControl:
         # The thread that pauses the loop is the one that resumes it: always this one.
         self._thread = ThreadPoolExecutor(1, "weights")
         self._standing = False
+        self.located: Callable[[Path], Path] = lambda path: path
+        """The folder here of a checkpoint by the path that its trainer has for it."""
 
     async def start(self, activated: Activated) -> None:
         """Say which weights are served, and let requests in."""
@@ -173,7 +175,8 @@ class WeightControl:
 
         async def update() -> str:
             self._check_flush(flush)
-            checkpoint = await asyncio.to_thread(read_checkpoint, path, version, self._weights.own)
+            folder = await asyncio.to_thread(self.located, path)
+            checkpoint = await asyncio.to_thread(read_checkpoint, folder, version, self._weights.own)
             self._weights.check_fits(checkpoint)
             if checkpoint.version is None and self.paused is None:
                 raise ModelError(f"{path} is no version of this run by itself: send weight_version")

@@ -26,7 +26,6 @@ from rollbook.store.events import (
 )
 from rollbook.store.fold.versions import BINDING, Origin, VersionDigests
 from rollbook.store.log.tail import Filter
-from rollbook.store.safe_paths import place_inside
 
 KINDS = BINDING | {SyncStarted.KIND, SyncFinished.KIND, SyncFailed.KIND}
 """Kinds of events that it is folded from."""
@@ -130,7 +129,7 @@ class WeightLog:
         paths = []
         for name in named:
             with contextlib.suppress(OutsideError):
-                paths.append(place_inside(self.store.path, name))
+                paths.append(self.store.folder(name))
         return [path for path in paths if path.is_dir() and not is_sharded(path)]
 
     def own(self, origin: Origin | None) -> int | None:

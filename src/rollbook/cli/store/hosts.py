@@ -1,0 +1,69 @@
+"""`rollbook store join`, `follow` and `hosts`: a store of several hosts."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from rollbook.cli.store.seal import stopped_by_signals
+from rollbook.cli.terminal import Console, print_json, print_table, say
+from rollbook.store.errors import ConfigError, StoreError
+from rollbook.store.hosts.carrier import Carrier
+from rollbook.store.hosts.join import join
+from rollbook.store.hosts.status import statuses
+from rollbook.store.open import open_store
+from rollbook.store.settings import MediumSettings
+
+LOOK_S = 2.0
+
+
+def run_join(store: Path, url: str, settings: MediumSettings, as_json: bool) -> None:
+    """Make a folder one of the store's hosts, and print what it has now."""
+    report = join(store, url, settings)
+    if as_json:
+        print_json(report)
+        return
+    say(f"{store} is host {report.host} of {url}")
+    for lane, events in sorted(report.lanes.items()):
+        say(f"lane {lane}: {events} events")
+
+
+def run_follow(path: Path, once: bool) -> None:
+    """Follow the other hosts, and ship what this one's processes left, until it is interrupted."""
+    carrier = _carrier(path)
+    stop, console = threading.Event(), Console(stderr=True)
+    console.print(f"host {carrier.host} follows {carrier.medium.address}")
+    trouble = ""
+    with stopped_by_signals(stop):
+        while not stop.is_set():
+            try:
+                carrier.catch_up()
+                trouble = ""
+            except StoreError as error:
+                if str(error) != trouble:
+                    console.tell((str(error), "yellow"))
+                trouble = str(error)
+            if once:
+                return
+            stop.wait(LOOK_S)
+
+
+def run_hosts(path: Path, as_json: bool) -> None:
+    """Print each lane of each host: how far it is here, and whether its process runs."""
+    carrier = _carrier(path)
+    rows = statuses(path.absolute(), carrier)
+    if as_json:
+        print_json({"host": carrier.host, "medium": carrier.medium.address, "lanes": rows})
+        return
+    say(f"this is host {carrier.host} of {carrier.medium.address}")
+    if rows:
+        print_table(list(rows[0]), [tuple(row.values()) for row in rows])
+
+
+def _carrier(path: Path) -> Carrier:
+    carrier = open_store(path).carrier
+    if not isinstance(carrier, Carrier):
+        raise ConfigError(
+            f"{path} is a store of this host alone: name what carries it in store.toml, [medium] url"
+        )
+    return carrier
