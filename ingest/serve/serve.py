@@ -293,23 +293,7 @@ def _run(
     Raises:
         FencedError: another host has taken over what the recorder held.
     """
-    each = 2 if settings.engine in ("upstream", "sglang") else 1
-    wanted = settings.share.max_connections
-    places = Connections(connections_for(raise_descriptors(), each, wanted), app.state.refused)
-    http = bounded_http(places) if siblings is None else shared_http(places, siblings)
-    config = uvicorn.Config(
-        app,
-        http=http,  # type: ignore[arg-type]  # makes protocols
-        ws="none",
-        log_level="warning",
-        access_log=False,
-        log_config=None,  # the command's own handler: a line a record
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=END_S,
-        backlog=BACKLOG,
-        **forwarding(settings.forwarded_from),
-        **headers,  # type: ignore[arg-type]
-    )
+    config = _server_config(settings, app, siblings, headers)
     viewer.add(app)
     stops = (app.state.stop, viewer.stop)
     writer = None if recorder is None else recorder.writer
@@ -332,6 +316,28 @@ def _run(
             raise writer.fenced
     finally:
         gc.unfreeze()  # what is frozen is not collected at the end either: DuckDB's module says so at length
+
+
+def _server_config(
+    settings: ServeSettings, app: FastAPI, siblings: Siblings | None, headers: Mapping[str, bool]
+) -> uvicorn.Config:
+    each = 2 if settings.engine in ("upstream", "sglang") else 1
+    wanted = settings.share.max_connections
+    places = Connections(connections_for(raise_descriptors(), each, wanted), app.state.refused)
+    http = bounded_http(places) if siblings is None else shared_http(places, siblings)
+    return uvicorn.Config(
+        app,
+        http=http,  # type: ignore[arg-type]  # makes protocols
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        log_config=None,  # the command's own handler: a line a record
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=END_S,
+        backlog=BACKLOG,
+        **forwarding(settings.forwarded_from),
+        **headers,  # type: ignore[arg-type]
+    )
 
 
 class _Server(uvicorn.Server):
