@@ -54,7 +54,7 @@ class SealSettings(_Section):
 
 
 class RemoteSettings(_Section):
-    """Where sealed files are kept, if not beside the log."""
+    """Where sealed files are kept, if not beside the log; by default in an S3 medium."""
 
     uri: str | None = None
     """s3://bucket/prefix; credentials and region come from the environment, as AWS's tools read them."""
@@ -79,6 +79,9 @@ class MediumSettings(_Section):
     lease_s: float = Field(default=6.0, ge=0, le=3600)
     """So long after a host was last heard another one may take over what it held; a host that cannot renew
     its lease stops acknowledging before. 0: nobody may, and none stops."""
+    keep_s: float = Field(default=604800.0, ge=60)
+    """So long chunks stay in the medium once the sealed units that hold the same are in object storage: a
+    host that was away for longer reads those."""
     follow: tuple[str, ...] = ("*",)
     """Lanes of other hosts that are copied to this one, by names with `*`; others cannot be read here."""
 
@@ -143,5 +146,9 @@ def read_settings(store: Path) -> StoreSettings:
         raise ConfigError(f"{path}: {wrong}") from error
     except (ValueError, RecursionError) as error:  # a number or a nesting without end, too
         raise ConfigError(f"{path} is not TOML: {error}") from error
+    medium = settings.medium
+    if settings.remote.uri is None and medium.url is not None and medium.url.startswith("s3://"):
+        remote = RemoteSettings(uri=medium.url, endpoint=medium.endpoint)
+        settings = settings.model_copy(update={"remote": remote})
     url = os.environ.get("ROLLBOOK_CATALOG_URL")
     return settings.model_copy(update={"catalog": CatalogSettings(url=url)}) if url else settings

@@ -28,18 +28,20 @@ from rollbook.store.errors import (
 from rollbook.store.hosts.claims import held_claim
 from rollbook.store.hosts.follower import Follower
 from rollbook.store.hosts.host import host_name
+from rollbook.store.hosts.lifetime import forget_chunks
 from rollbook.store.hosts.orphans import move_orphans
 from rollbook.store.hosts.replica import Replica
 from rollbook.store.hosts.session import Session, Witness, seconds
 from rollbook.store.hosts.shipper import SETTLED, LaneShipper, Sender, is_ended, put_fence
 from rollbook.store.hosts.units import refresh_units, units_elsewhere
+from rollbook.store.ids import now_us
 from rollbook.store.log.recovery import recovered_lane
 from rollbook.store.log.store import CHECKPOINTS
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.marker import MARKER
 from rollbook.store.medium.chunk import Chunk
 from rollbook.store.medium.folders import SharedFolders
-from rollbook.store.medium.medium import AGREED, LANES, STORE, Medium, lane_of
+from rollbook.store.medium.medium import AGREED, LANES, STORE, Medium, lane_of, lane_sequence
 from rollbook.store.medium.open import opened_folders, opened_medium
 from rollbook.store.permissions import make_empty, make_folder, open_file, replace_small
 from rollbook.store.safe_paths import place_inside, read_small
@@ -190,6 +192,15 @@ class Carrier:
                 continue  # it has a process
             except (StoreError, OSError) as error:
                 logger.warning("what is left in lane %s is not shipped: %s", lane, error)
+
+    def forget_chunks(self, lane: str, segment: int, *, at_once: bool) -> None:
+        """Remove a lane's chunks up to a segment that is in object storage, or those that are old enough.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        before = None if at_once else now_us() - int(self.settings.keep_s * 1e6)
+        forget_chunks(self.medium, lane_sequence(self.host, lane), segment, before)
 
     # Folders ------------------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ WINDOW = 32
 """Chunks of a lane that are asked for at once, where there are many."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE = 0.03, 1.0, 10.0
 """Between two looks at a lane: this share of how long nothing came."""
+GAP_LOOK_S = 30.0
+"""Between two looks whether the chunk to come was removed, as units in object storage hold the same."""
 DISCOVER_S = 2.0
 """Between two looks for lanes."""
 
@@ -42,6 +44,8 @@ class _Lane:
     empty_at: float = 0.0
     """When the look began that found nothing new."""
     window: int = 1
+    looked: float = 0.0
+    """When it was last looked whether the chunk to come was removed."""
     failure: StoreError | None = None
     """Why nothing more is taken of it."""
 
@@ -155,10 +159,7 @@ class Follower:
                     "move it away, and join the store again"
                 )
             replica = opened_replica(self._store, self._store_id, host, lane)
-            if replica.number == 0:
-                replica.number = self._medium.first(sequence) or 0
-                replica.units = None
-            self._refresh_units(replica)
+            self._pass_over_gap(replica)
             replica.show(max(replica.visible, min(self._earlier.get(lane, 0), replica.held)))
             self._lanes[lane] = _Lane(replica, grew=begun)
             self._visible[lane], self._stale = replica.visible, True
@@ -185,10 +186,7 @@ class Follower:
                         break
                 lane.failure = None
             except StoreError as error:
-                if lane.failure is None:
-                    logger.warning("%s", error)
-                lane.failure, lane.due = error, now + LONGEST_PAUSE_S
-                self._refresh_units(replica)
+                self._failed(lane, error)
                 continue
             if entries:
                 lane.grew, lane.due = now, now if len(entries) == lane.window else now + FIRST_PAUSE_S
@@ -196,7 +194,28 @@ class Follower:
                 yield lane
             else:
                 lane.empty_at, lane.window = begun, 1
+                if now - lane.looked > GAP_LOOK_S:
+                    lane.looked = now
+                    self._pass_over_gap(replica)
                 lane.due = now + min(max((now - lane.grew) / PATIENCE, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+
+    def _failed(self, lane: _Lane, error: StoreError) -> None:
+        """Note why nothing more is taken of a lane; perhaps its sealed units hold what is missing here."""
+        if lane.looked and lane.failure is None:
+            logger.warning("%s", error)
+        lane.failure = error if lane.looked else None
+        lane.looked, lane.due = seconds(), seconds() + (LONGEST_PAUSE_S if lane.failure else 0.0)
+        lane.replica.units = None
+        self._refresh_units(lane.replica)
+
+    def _pass_over_gap(self, replica: Replica) -> None:
+        """Go on behind sealed units where the chunks that hold the same are not in the medium any more."""
+        oldest = self._medium.first(replica.sequence)
+        if oldest is None or oldest <= replica.number:
+            return
+        replica.units = None
+        self._refresh_units(replica)
+        replica.number = oldest
 
     # Letting readers see ------------------------------------------------------------------------
 

@@ -300,7 +300,11 @@ def read_parts(folder: Path, at: Shipped, target: int, most: int) -> tuple[list[
     mark, room, number = read_watermark(folder), most // ALIGN * ALIGN, at.number + 1
     while at.next_seq < target and room:
         most = at.into + room if at.segment < mark.segment else min(at.into + room, mark.offset - at.offset)
-        data = _bytes_of(segment_path(folder, at.segment), at.offset, most)
+        try:
+            data = _bytes_of(segment_path(folder, at.segment), at.offset, most)
+        except FileNotFoundError:
+            at = _behind_removed(folder, at)
+            continue
         if len(data) == 0 and at.segment < mark.segment:
             at = replace(at, segment=at.segment + 1, offset=0)
             continue
@@ -318,16 +322,29 @@ def read_parts(folder: Path, at: Shipped, target: int, most: int) -> tuple[list[
 
 
 def _bytes_of(path: Path, offset: int, most: int) -> memoryview:
-    try:
-        with open(open_plain(path, os.O_RDONLY), "rb") as file:
-            file.seek(offset)
-            return memoryview(file.read(most))
-    except FileNotFoundError:
+    with open(open_plain(path, os.O_RDONLY), "rb") as file:
+        file.seek(offset)
+        return memoryview(file.read(most))
+
+
+def _behind_removed(folder: Path, at: Shipped) -> Shipped:
+    """The segment that follows one that was sealed and removed once all of it was shipped.
+
+    Raises:
+        CorruptionError: something of it was not.
+    """
+    following = next((number for number in segment_numbers(folder) if number > at.segment), None)
+    if following is None or _first_event(segment_path(folder, following)) != at.next_seq:
         raise CorruptionError(
-            f"{path} is gone, and was not shipped: upload the lane's units ([remote] in store.toml) before "
-            f"its "
-            "files go"
-        ) from None
+            f"{segment_path(folder, at.segment)} is gone, and was not shipped from event {at.next_seq} on: "
+            "restore it from a copy"
+        )
+    return replace(at, segment=following, offset=0, into=0)
+
+
+def _first_event(path: Path) -> int:
+    """The event that a segment begins with."""
+    return span_of(_bytes_of(path, 0, ALIGN), 0)[1]
 
 
 def _whole_frames(data: memoryview, at: Shipped, target: int, room: int) -> Shipped:
@@ -375,48 +392,77 @@ def _beginning(store: Path, lane: str, folder: Path) -> Shipped:
     if not numbers:
         start = unsealed_start(store, lane)
         return Shipped(0, 0, start.number, 0, 0, start.next_seq, False)
-    first, seq = numbers[0], 0
-    if first > 1:
-        with open(open_plain(segment_path(folder, first), os.O_RDONLY), "rb") as file:
-            _, seq = span_of(memoryview(file.read(ALIGN)), 0)
+    first = numbers[0]
+    seq = _first_event(segment_path(folder, first)) if first > 1 else 0
     return Shipped(0, 0, first, 0, 0, seq, False)
 
 
 def _behind(medium: Medium, sequence: str, newest: int, folder: Path) -> Shipped:
-    """Where the newest chunk ends, if the bytes before that are those of this host."""
-    number = newest
-    while True:
-        entry = medium.read(sequence, number)
+    """Where the newest chunk ends, if the bytes before that are those of this host.
+
+    Raises:
+        FencedError: it is a fence.
+        CorruptionError: the medium holds other bytes than this host.
+    """
+    number, next_seq, epoch = newest, 0, 0
+    while entry := medium.read(sequence, number):
         chunk = decode_chunk(entry[0], f"{medium.address}, {sequence}, {number}")
         if chunk.kind == "fence":
             raise _fence_error(chunk)
+        next_seq, epoch = max(next_seq, chunk.next_seq), max(epoch, chunk.epoch)
         if chunk.end is not None:
-            break
-        number -= 1
-    segment, offset = chunk.end
-    last = chunk.parts[-1]
-    with open(open_plain(segment_path(folder, segment), os.O_RDONLY), "rb") as file:
-        file.seek(last.offset)
-        here = file.read(len(last.data))
-    if here != bytes(last.data):
-        raise CorruptionError(
-            f"{folder}: the medium holds other bytes of this lane than this disk, at offset {last.offset} of "
-            f"segment {segment}: this is an older copy of the lane, or another host writes it too; move the "
-            "folder away, and join the store again"
-        )
-    whole = _last_boundary(segment_path(folder, segment), offset)
-    return Shipped(newest + 1, chunk.epoch, segment, whole, offset - whole, chunk.next_seq, False)
+            _check_same(folder, chunk.parts[-1])
+            segment, offset = chunk.end
+            whole = _last_boundary(segment_path(folder, segment), offset)
+            return Shipped(newest + 1, epoch, segment, whole, offset - whole, next_seq, False)
+        number -= 1  # it only told of units
+    segment, offset = _place_of(folder, next_seq)
+    return Shipped(newest + 1, epoch, segment, offset, 0, next_seq, False)
+
+
+def _check_same(folder: Path, part: Part) -> None:
+    """Check that a segment holds what was shipped of it, if it is still here.
+
+    Raises:
+        CorruptionError: it does not.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        path = segment_path(folder, part.segment)
+        if bytes(_bytes_of(path, part.offset, len(part.data))) != bytes(part.data):
+            raise CorruptionError(
+                f"{folder}: the medium holds other bytes of this lane than this disk, at offset "
+                f"{part.offset} of "
+                f"segment {part.segment}: this is an older copy of the lane, or another host writes it too; "
+                f"move "
+                "the folder away, and join the store again"
+            )
 
 
 def _last_boundary(path: Path, end: int) -> int:
-    """Where the last frame ends that is whole within so many bytes of a segment."""
-    with open(open_plain(path, os.O_RDONLY), "rb") as file:
-        data = memoryview(file.read(end))
+    """Where the last frame ends that is whole within so many bytes of a segment; `end` where it was
+    removed."""
+    try:
+        data = _bytes_of(path, 0, end)
+    except FileNotFoundError:
+        return end
     offset = 0
     with contextlib.suppress(BadFrameError):
         while (following := span_of(data, offset)[0]) <= end:
             offset = following
     return offset
+
+
+def _place_of(folder: Path, seq: int) -> tuple[int, int]:
+    """(segment, offset) behind the frames that hold the events before one."""
+    numbers = segment_numbers(folder)
+    begun = [number for number in numbers if _first_event(segment_path(folder, number)) <= seq]
+    if not begun:
+        return (numbers[0] if numbers else 1), 0
+    data, offset = _bytes_of(segment_path(folder, begun[-1]), 0, 1 << 40), 0
+    with contextlib.suppress(BadFrameError):
+        while (span := span_of(data, offset))[1] <= seq:
+            offset = span[0]
+    return begun[-1], offset
 
 
 def _other_chunk(medium: Medium, sequence: str, number: int) -> FencedError:

@@ -70,12 +70,15 @@ def refresh_units(store: Path, store_id: str, replica: Replica) -> None:
                 )
             make_folder(unit_folder(store, unit))
             write_manifest(unit_folder(store, unit), unit)
-    replica.units = []
+    told, replica.units = replica.units, []
     for name in known.keys() - {entry.removesuffix(_DROPPED) for entry in wanted}:
         shutil.rmtree(store / "sealed" / lane / name, ignore_errors=True)
     if wanted:
         replica.skip_to(unsealed_start(store, lane))
         _remove_sealed_segments(store, lane, settings.seal.keep_wal_bytes)
+        for unit in current_units(store, lane):
+            if (unit.erased or unit.dropped_us is not None) and not _remove_segments(store, unit):
+                replica.units = told  # the newest segment is still read: once more when there is another
 
 
 def _listed(system: fs.FileSystem, path: str) -> list[str]:
@@ -91,6 +94,17 @@ def _manifests(store: Path, lane: str) -> dict[str, Unit]:
         return {}
     names = [entry.name for entry in folder.iterdir() if UNIT_NAME.fullmatch(entry.name)]
     return {name: read_manifest(folder / name) for name in names}
+
+
+def _remove_segments(store: Path, unit: Unit) -> bool:
+    """Remove segments of a replica that hold what was erased, or dropped; whether none is left."""
+    folder = lane_folder(store, unit.lane)
+    newest = read_watermark(folder).segment
+    held = [number for number in segment_numbers(folder) if unit.first <= number <= unit.last]
+    for number in held:
+        if number < newest:
+            segment_path(folder, number).unlink(missing_ok=True)
+    return newest not in held
 
 
 def _remove_sealed_segments(store: Path, lane: str, keep: int) -> None:

@@ -80,6 +80,9 @@ class Carrier(Protocol):
     def unshare(self, named: str) -> None:
         """Let other hosts not have a folder any more."""
 
+    def forget_chunks(self, lane: str, segment: int, *, at_once: bool) -> None:
+        """Let what is in object storage go from what carries the lane."""
+
     def agree(self, what: str, value: str) -> bool:
         """Whether all hosts have this value of something."""
 

@@ -44,7 +44,7 @@ def claim_upkeep(log: Store) -> Iterator[None]:
         LaneLockedError: another process held it for `PATIENCE_S` seconds.
         UpkeepError: the store only reads what another one uploaded.
     """
-    units = (unit for lane in log.lanes() for unit in current_units(log.path, lane))
+    units = (unit for lane in log.own_lanes() for unit in current_units(log.path, lane))
     if log.settings().remote.uri is None and any(unit.remote is not None for unit in units):
         raise UpkeepError(
             f"{log.path} only reads what is in object storage: do this where it is written; or, if this is "

@@ -54,6 +54,7 @@ class EraseReport:
         finished: whether the trajectory is; if not, what is recorded later is not erased.
         replays: trajectories that were sampled again from it, or judge it, and still hold its text.
         outputs: files outside the store in which its agents' output was kept; they are not touched.
+        elsewhere: lanes of other hosts that hold it: their sealers erase it there in their next passes.
     """
 
     trajectory_id: str
@@ -67,6 +68,7 @@ class EraseReport:
     finished: bool
     replays: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,28 +100,42 @@ def erase_trajectory(
     with claim_upkeep(log):
         target = find_trajectory(log, trajectory, run)
         with log.writer(UPKEEP_LANE) as upkeep:
-            _seal_all_of(log, target)
-            units = units_with(log, target.trajectory_id)
-            # All units are read before the first is rewritten, so that damage is found before anything
-            # changes.
-            rows = [_rows_of(unit_table(log.path, unit), target.trajectory_id, keep_tokens) for unit in units]
-            rewritten = [_rewrite(log, unit, target.trajectory_id, keep_tokens) for unit in units]
-            _remove_what_was_replaced(log)
-            report = EraseReport(
-                target.trajectory_id,
-                target.name,
-                target.run,
-                keep_tokens,
-                sum(len(r.own) for r in rows),
-                sum(len(r.bodies) for r in rows),
-                len(set().union(*(r.shared_bodies for r in rows))),
-                tuple(f"{unit.lane}/{unit.name}" for unit in rewritten if unit is not None),
-                target.finished,
-                _replays_of(log, target.trajectory_id),
-                tuple(path for r in rows for path in r.outputs),
-            )
+            report = erase_own(log, target, keep_tokens=keep_tokens)
             _record(log, upkeep, report, reason)
     return report
+
+
+def erase_own(log: Store, target: LoggedTrajectory, *, keep_tokens: bool) -> EraseReport:
+    """Erase a trajectory from the lanes of this host, which are all where there is one.
+
+    The caller alone changes sealed units.
+
+    Raises:
+        LaneLockedError: its newest events are in a segment that is still written; nothing was erased.
+        CorruptionError: a file that holds it is damaged.
+    """
+    _seal_all_of(log, target)
+    own, there = set(log.own_lanes()), units_with(log, target.trajectory_id)
+    units = [unit for unit in there if unit.lane in own]
+    # All units are read before the first is rewritten, so that damage is found before anything changes.
+    rows = [_rows_of(unit_table(log.path, unit), target.trajectory_id, keep_tokens) for unit in units]
+    rewritten = [_rewrite(log, unit, target.trajectory_id, keep_tokens) for unit in units]
+    _remove_what_was_replaced(log)
+    others = {unit.lane for unit in there} | set(unsealed_lanes(log, target.trajectory_id))
+    return EraseReport(
+        target.trajectory_id,
+        target.name,
+        target.run,
+        keep_tokens,
+        sum(len(r.own) for r in rows),
+        sum(len(r.bodies) for r in rows),
+        len(set().union(*(r.shared_bodies for r in rows))),
+        tuple(f"{unit.lane}/{unit.name}" for unit in rewritten if unit is not None),
+        target.finished,
+        _replays_of(log, target.trajectory_id),
+        tuple(path for r in rows for path in r.outputs),
+        tuple(sorted(others - own)),
+    )
 
 
 # Before: everything of it into units ----------------------------------------------------------------
@@ -131,7 +147,8 @@ def _seal_all_of(log: Store, target: LoggedTrajectory) -> None:
     Raises:
         LaneLockedError: some of it is in a segment that another process still writes.
     """
-    newest = unsealed_lanes(log, target.trajectory_id)
+    own = set(log.own_lanes())
+    newest = {k: seq for k, seq in unsealed_lanes(log, target.trajectory_id).items() if k in own}
     with contextlib.ExitStack() as stack:
         for lane, seq in newest.items():
             if seq >= _open_segment_start(log.path, lane):
@@ -244,7 +261,7 @@ def _erased(table: pa.Table, keep_tokens: bool) -> pa.Table:
 
 def _remove_what_was_replaced(log: Store) -> None:
     """Remove everything that units with erasures replaced, including leftovers of interrupted erasures."""
-    for lane in log.lanes():
+    for lane in log.own_lanes():
         units = [u for u in current_units(log.path, lane) if u.erased]
         if not units:
             continue
@@ -274,8 +291,8 @@ def _replays_of(log: Store, trajectory_id: str) -> tuple[str, ...]:
 
 def _record(log: Store, upkeep: LaneWriter, report: EraseReport, reason: str) -> None:
     """Append the event, unless an earlier one records the same and nothing was left to do."""
-    cut = {UPKEEP_LANE: log.head().get(UPKEEP_LANE, 0)}
-    known = [e.record for e in log.events(cut) if isinstance(e.record, TrajectoryErased)]
+    erasures = log.events_of({TrajectoryErased.KIND})
+    known = [e.record for e in erasures if isinstance(e.record, TrajectoryErased)]
     same = [
         r for r in known if r.trajectory_id == report.trajectory_id and r.tokens_kept <= report.tokens_kept
     ]

@@ -75,6 +75,10 @@ def retain(log: Store, keep: str, *, dry_run: bool = False) -> RetainReport:
         pending = set(_recorded(log))
         why = decide(facts, wanted, now_us(), leased(log.path), pending)
         if not dry_run:
+            own = set(log.own_lanes())
+            for place, reasons in zip(facts.places, why, strict=True):
+                if not reasons and place.lane not in own:
+                    reasons.append("it is another host's: retain it there")
             goes = [_unit(p) for p, reasons in zip(facts.places, why, strict=True) if not reasons]
             _record(log, [u for u in goes if (u.lane, u.name) not in pending], keep)
             for place, reasons in zip(facts.places, why, strict=True):
@@ -107,7 +111,8 @@ def _verdict(place: LanePart, why: list[str]) -> UnitVerdict:
 def _recorded(log: Store) -> Iterator[tuple[str, str]]:
     """(lane, unit) whose drop was recorded but not carried out: a run was interrupted, or a reader
     had it open."""
-    cut = {lane: count for lane, count in log.head().items() if lane == UPKEEP_LANE}
+    own = set(log.own_lanes())  # on one host of several, its upkeep has its name behind it
+    cut = {k: n for k, n in log.head().items() if k in own and k.partition(".")[0] == UPKEEP_LANE}
     for event in log.events(cut):
         record = event.record
         if isinstance(record, SegmentDropped):
@@ -140,7 +145,7 @@ def _mark_dropped(log: Store, unit: Unit) -> bool:
 
 def _remove_dropped(log: Store) -> None:
     """Remove what is left of every dropped unit."""
-    for lane in log.lanes():
+    for lane in log.own_lanes():
         dropped = [u for u in current_units(log.path, lane) if u.dropped_us is not None]
         for unit in dropped:
             remove_wal(log.path, unit)

@@ -59,6 +59,7 @@ from rollbook.store.sealed.unit import (
 from rollbook.store.settings import RemoteSettings, SealSettings
 from rollbook.store.upkeep.claim import CLAIM, claim_upkeep
 from rollbook.store.upkeep.compact import GONE, compact, remove_superseded
+from rollbook.store.upkeep.elsewhere import Orders
 from rollbook.store.wal.files import lane_folder, quarantine, quarantined, read_watermark, segment_path
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class Sealer:
         self._on_step = on_step
         self._derived: set[tuple[str, str]] = set()
         self._noted: dict[str, list[Unit]] = {}
+        self._orders = Orders(store)
 
     def run_once(self, patience_s: float = 0.0) -> SealReport:
         """One pass over every lane. Damage in one lane stops no other.
@@ -149,7 +151,17 @@ class Sealer:
                 if self._stop.is_set():
                     break
                 lanes.append(self._lane(lane, settings))
+            if not self._stop.is_set():
+                self._for_others()
         return SealReport(tuple(lanes), time.monotonic() - begun)
+
+    def _for_others(self) -> None:
+        """Carry out what other hosts ordered, and let chunks go that sealed units replace."""
+        try:
+            self._orders.carry_out()
+            self._orders.trim()
+        except StoreError as error:
+            logger.warning("what other hosts ordered is tried again: %s", error)
 
     def _lane(self, lane: str, settings: SealSettings) -> LaneSealed:
         tally = LaneSealed(lane)
@@ -315,7 +327,7 @@ def upload_units(log: Store, on_unit: Callable[[str, int], None] = lambda name, 
         )
     report = UploadReport()
     with claim_upkeep(log):
-        for lane in log.lanes():
+        for lane in log.own_lanes():
             upload_lane(log, lane, report, on_unit=on_unit)
     return report
 

@@ -361,7 +361,7 @@ def repair_store(log: Store, on_bytes: Callable[[int], None] = lambda count: Non
         RemoteError: object storage does not answer.
     """
     with claim_upkeep(log):
-        return [_repair(log, lane, on_bytes) for lane in log.lanes()]
+        return [_repair(log, lane, on_bytes) for lane in log.own_lanes()]
 
 
 def _repair(log: Store, lane: str, on_bytes: Callable[[int], None]) -> LaneRepaired:

@@ -106,6 +106,8 @@ def _lines(report: EraseReport) -> list[str]:
         f"erased the {what} of trajectory {report.name} ({report.trajectory_id}) of run {report.run}: "
         f"{report.events} events, {report.bodies} large values; {done}"
     ]
+    if report.elsewhere:
+        lines.append(f"other hosts erase it from {', '.join(report.elsewhere)} when they seal next")
     if report.shared_bodies:
         lines.append(
             f"{report.shared_bodies} large values stay, since requests of other trajectories hold them too"

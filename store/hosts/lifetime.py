@@ -1,0 +1,38 @@
+"""How long chunks stay in the medium: until the sealed units that hold their bytes are in object storage, and
+then for as long as a host that was away may take to come for them."""
+
+from __future__ import annotations
+
+from rollbook.store.medium.chunk import decode_chunk
+from rollbook.store.medium.medium import Medium
+
+
+def forget_chunks(medium: Medium, sequence: str, segment: int, before_us: int | None = None) -> int:
+    """Remove a lane's chunks that hold nothing behind a segment; number of the oldest one that is left.
+
+    Args:
+        segment: the last one that is in a sealed unit in object storage.
+        before_us: remove only what was sent before this time; None: all of it.
+
+    Raises:
+        MediumError: no answer, or a refusal.
+        CorruptionError: a chunk is damaged.
+    """
+    first, last = medium.first(sequence), medium.last(sequence)
+    if first is None or last is None:
+        return 0
+    low, high = first, last  # the first that is to stay is among these
+    while low < high:
+        middle = (low + high) // 2
+        entry = medium.read(sequence, middle)
+        if not entry:
+            break
+        chunk = decode_chunk(entry[0], f"{medium.address}, {sequence}, {middle}")
+        done = chunk.end is not None and chunk.end[0] <= segment
+        if done and (before_us is None or chunk.sent_us < before_us):
+            low = middle + 1
+        else:
+            high = middle
+    if low > first:
+        medium.forget(sequence, low)
+    return low

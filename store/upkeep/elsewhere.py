@@ -1,0 +1,79 @@
+"""What a host does for others' sake when it seals: erasures that another one ordered, and the lifetime of
+chunks.
+
+`trajectory.erased` in any host's lane is an order to all: each rewrites its own lanes' units, in its sealer's
+next pass. What is erased leaves the medium at once, other chunks when they are old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable
+
+from rollbook.store.errors import LaneLockedError, UpkeepError
+from rollbook.store.events import Event, TrajectoryErased
+from rollbook.store.ids import now_us
+from rollbook.store.log.store import Store
+from rollbook.store.sealed.unit import current_units
+from rollbook.store.upkeep.erase import erase_own
+from rollbook.store.upkeep.find import find_trajectory, unsealed_lanes
+
+LOOK_US = 60_000_000
+"""Between two looks for chunks that are old."""
+
+logger = logging.getLogger(__name__)
+
+
+class Orders:
+    """Carries out, in one host's lanes, what was ordered in others'."""
+
+    def __init__(self, log: Store) -> None:
+        self._log = log
+        self._cut: dict[str, int] = {}
+        self._waiting: list[TrajectoryErased] = []
+        self._looked_us = 0
+
+    def carry_out(self) -> list[str]:
+        """Erase what was ordered since the last call; the units that were rewritten. The caller alone changes
+        sealed units.
+
+        Raises:
+            CorruptionError: a file that must be read is damaged.
+        """
+        if self._log.carrier is None:
+            return []
+        head = self._log.head()
+        orders = (*self._waiting, *_ordered(self._log.events_of({TrajectoryErased.KIND}, head, self._cut)))
+        self._cut, self._waiting, rewritten = head, [], list[str]()
+        for order in orders:
+            try:
+                target = find_trajectory(self._log, order.trajectory_id)
+                rewritten += erase_own(self._log, target, keep_tokens=order.tokens_kept).units
+                if unsealed_lanes(self._log, order.trajectory_id):
+                    self._waiting.append(order)
+            except LaneLockedError:
+                self._waiting.append(order)  # its segment is still written: the next pass
+            except UpkeepError as error:
+                logger.debug("nothing of it is here: %s", error)
+        return rewritten
+
+    def trim(self) -> None:
+        """Remove chunks whose units are in object storage: those that are old, and of what was erased all."""
+        carrier, now = self._log.carrier, now_us()
+        if carrier is None:
+            return
+        old = now - self._looked_us > LOOK_US
+        self._looked_us = now if old else self._looked_us
+        for lane in self._log.own_lanes():
+            units = [unit for unit in current_units(self._log.path, lane) if unit.remote is not None]
+            erased = [unit.last for unit in units if unit.erased]
+            with contextlib.suppress(LaneLockedError):
+                if erased:
+                    carrier.forget_chunks(lane, max(erased), at_once=True)
+                if old and units:
+                    carrier.forget_chunks(lane, units[-1].last, at_once=False)
+
+
+def _ordered(events: Iterable[Event]) -> list[TrajectoryErased]:
+    return [event.record for event in events if isinstance(event.record, TrajectoryErased)]

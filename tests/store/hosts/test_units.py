@@ -1,0 +1,151 @@
+"""Sealed units of other hosts' lanes: in object storage, where everybody reads them; erased and dropped for
+all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.store.hosts.conftest import Hosts, rows
+
+from rollbook import store as rb
+from rollbook.store.events import Event, LabelAdded, TrajectoryFinished, TrajectoryOpened
+from rollbook.store.medium.medium import lane_sequence
+from rollbook.store.sealed.unit import current_units
+from rollbook.store.settings import AppendSettings, MediumSettings
+from rollbook.store.upkeep.erase import erase_trajectory
+from rollbook.store.upkeep.retain import retain
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.upkeep.verify import verify_store
+from rollbook.store.wal.files import lane_folder, segment_numbers
+
+if TYPE_CHECKING:
+    from tests.fakes.storage.s3_server import ObjectStorage
+
+Note = Callable[..., Event]
+SECRET = "the-secret-word-of-t1"
+
+
+@pytest.fixture
+def bucket_hosts(tmp_path: Path, storage: ObjectStorage) -> Iterator[Hosts]:
+    """Hosts over object storage, where their units go too."""
+    made = Hosts(tmp_path, MediumSettings(url=f"s3://{storage.BUCKET}/team", endpoint=storage.endpoint))
+    yield made
+    made.close()
+
+
+def _fill(log, note: Note) -> str:
+    """Two trajectories in several segments; the lane."""
+    with log.writer("serve", AppendSettings(segment_bytes=3000)) as writer:
+        for name in ("t1", "t2"):
+            writer.append([Event(TrajectoryOpened(name, name), "r")]).result(10)
+            for i in range(12):
+                value = f"{SECRET} {i}" if name == "t1" else f"open word {i}"
+                writer.append([note(value * 10, name)]).result(10)
+            writer.append([Event(TrajectoryFinished(name), "r")]).result(10)
+        return writer.lane
+
+
+def _everywhere(hosts: Hosts, storage: ObjectStorage) -> dict[str, bytes]:
+    """All bytes of all hosts and of the bucket, unpacked where they are chunks or Parquet."""
+    found = {str(path): path.read_bytes() for path in hosts.folder.rglob("*") if path.is_file()}
+    listed = storage.client.list_objects_v2(Bucket=storage.BUCKET).get("Contents", [])
+    for entry in listed:
+        body = storage.client.get_object(Bucket=storage.BUCKET, Key=entry["Key"])["Body"].read()
+        found[entry["Key"]] = body
+    return found
+
+
+def test_units_are_read_where_they_are_and_a_late_host_needs_no_chunks(
+    bucket_hosts: Hosts, storage: ObjectStorage, note: Note
+) -> None:
+    """Sealed and moved by their host; a host that comes when the chunks are gone has the same events."""
+    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    lane = _fill(a, note)
+    b.carrier.catch_up()
+    Sealer(a).run_once(10)
+    units = current_units(a.path, lane)
+    assert units
+    assert all(unit.remote is not None for unit in units)
+    sequence = lane_sequence(a.carrier.host, lane)
+    with a.writer("serve") as writer:
+        writer.append([note("later")]).result(10)
+    a.carrier.forget_chunks(lane, units[-1].last, at_once=True)
+    assert a.carrier.medium.first(sequence) > 0
+    c = bucket_hosts.open("c")
+    b.carrier.catch_up()
+    assert rows(c) == rows(b) == rows(a)
+    assert [u.name for u in current_units(b.path, lane)] == [u.name for u in current_units(a.path, lane)]
+    assert not Sealer(b).run_once(10).damage, "another host's lane is not its own to seal"
+    assert [lane.fault for lane in verify_store(c)] == [None]
+
+
+def test_a_host_that_was_away_for_longer_than_chunks_stay(bucket_hosts: Hosts, note: Note) -> None:
+    """It goes on behind the units, with nothing missing."""
+    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    with a.writer("serve", AppendSettings(segment_bytes=2000)) as writer:
+        for i in range(10):
+            writer.append([note(f"{i}" * 100)]).result(10)
+    b.carrier.catch_up()
+    b.carrier.close()
+    with a.writer("serve", AppendSettings(segment_bytes=2000)) as writer:
+        for i in range(20):
+            writer.append([note(f"x{i}" * 100)]).result(10)
+        lane = writer.lane
+    Sealer(a).run_once(10)
+    a.carrier.forget_chunks(lane, current_units(a.path, lane)[-1].last, at_once=True)
+    b = bucket_hosts.open("b")
+    assert rows(b) == rows(a)
+    assert len(rows(b)) == 30
+
+
+def test_an_erasure_reaches_every_copy(bucket_hosts: Hosts, storage: ObjectStorage, note: Note) -> None:
+    """Ordered on a host that has only a replica: gone from the lane's host, from units, chunks and replicas;
+    what is not the trajectory's stays, bit for bit."""
+    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    lane = _fill(a, note)
+    b.carrier.catch_up()
+    assert any(SECRET.encode() in data for data in _everywhere(bucket_hosts, storage).values())
+    report = erase_trajectory(b, "t1", "a leaked word")
+    assert (report.units, report.elsewhere) == ((), (lane,))
+    a.carrier.catch_up()
+    sealer = Sealer(a)
+    for _ in range(3):
+        sealer.run_once(10)
+    with a.writer("serve") as writer:
+        writer.append([note("later", "t2")]).result(10)
+    for log in (a, b):
+        log.carrier.catch_up()
+        labels = [e.record for e in log.events() if isinstance(e.record, LabelAdded)]
+        assert {str(label.value) for label in labels if label.trajectory_id == "t1"} == {"{'erased': True}"}
+    c = bucket_hosts.open("c")
+    assert rows(a) == rows(b) == rows(c)
+    texts = {str(e.record) for e in c.events()}
+    assert not any(SECRET in text for text in texts)
+    assert sum("open word" in text for text in texts) == 12
+    left = [name for name, data in _everywhere(bucket_hosts, storage).items() if SECRET.encode() in data]
+    assert left == []
+    for log in (a, b, c):
+        with rb.connect(log.path) as connection:
+            held = connection.execute("select count(*) from events where trajectory_id = 't1'").fetchone()
+        assert held == (15,), "its events are there, without their text, and the order to erase it"
+
+
+def test_retention_on_the_lane_s_host_is_everybody_s(bucket_hosts: Hosts, note: Note) -> None:
+    """What it drops is gone from the others' replicas too; on another host it is refused by name."""
+    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    lane = _fill(a, note)
+    Sealer(a).run_once(10)
+    b.carrier.catch_up()
+    assert all("another host's" in " ".join(v.why) for v in retain(b, "1KiB").units)
+    dropped = [v for v in retain(a, "1KiB").units if v.dropped]
+    assert dropped
+    Sealer(a).run_once(10)
+    with a.writer("serve") as writer:
+        writer.append([note("later", "t2")]).result(10)
+    b.carrier.catch_up()
+    assert rows(a) == rows(b)
+    first, last = current_units(b.path, lane)[0].first, current_units(b.path, lane)[0].last
+    assert not [n for n in segment_numbers(lane_folder(b.path, lane)) if first <= n <= last]
