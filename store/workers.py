@@ -36,7 +36,8 @@ RESTARTS = 3
 """How often Ray makes a worker anew that is lost."""
 LOOK_S, ROOM_S = 0.5, 60.0
 """Longest wait for results, as a longer one would not hear Ctrl-C; and for room in the cluster."""
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 Spread = Callable[[Iterable[T]], Iterator[R]]
 """From slices to their results, in the order of the slices."""
 
@@ -47,11 +48,13 @@ class Workers:
 
     Attributes:
         count: workers of Ray; 0: the work is done here.
+        store: folder of the store on their hosts; None: the same as here.
         gpu: each takes a GPU, too; else a CPU alone.
         environment: variables that each has before it imports what it works with.
     """
 
     count: int = 0
+    store: Path | None = None
     gpu: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -91,7 +94,8 @@ class SliceWorker:
 
     def __init__(self, environment: Mapping[str, str], make: bytes) -> None:
         os.environ.update(environment)
-        self._make, self._work = make, None
+        self._make = make
+        self._work: Callable[[Any], Any] | None = None
 
     def placed(self) -> None:
         """It is there."""
@@ -172,8 +176,8 @@ class _Pool:
         except errors.RayError as error:
             lines = "\n".join(f"  {line.strip()}" for line in str(error).splitlines() if line.strip())
             raise WorkerLostError(
-                f"a worker of Ray was lost, and again each of {RESTARTS} times that it was made anew; the same "
-                f"command does what is left. Ray says:\n{lines}"
+                f"a worker of Ray was lost, and again each of {RESTARTS} times that it was made anew; the "
+                f"same command does what is left. Ray says:\n{lines}"
             ) from error
 
     def _no_room(self) -> str:
@@ -181,8 +185,8 @@ class _Pool:
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
         there = ", ".join(f"{free.get(n, 0):g} of {total.get(n, 0):g} {n}s" for n in ("CPU", "GPU"))
         return (
-            f"Ray had no room for a worker within {ROOM_S:g} s: it takes {wanted}, and the cluster has {there} "
-            "free. Wait, add nodes, or leave out --ray"
+            f"Ray had no room for a worker within {ROOM_S:g} s: it takes {wanted}, and the cluster has "
+            f"{there} free. Wait, add nodes, or leave out --ray"
         )
 
     def _end(self, actor: Any) -> None:
@@ -227,9 +231,9 @@ class StoreThere:
             raise ConfigError(f"{where}, does not have all of the store: {error}") from error
 
 
-def store_there(log: Store, cut: Cut, folder: Path | None = None) -> StoreThere:
-    """A store that is open here, for workers; in the same folder, unless another one is named."""
-    return StoreThere(folder or log.path, log.store_id, format_cut(cut))
+def store_there(log: Store, cut: Cut, workers: Workers) -> StoreThere:
+    """A store that is open here, for workers."""
+    return StoreThere(workers.store or log.path, log.store_id, format_cut(cut))
 
 
 def made_of_trajectories(

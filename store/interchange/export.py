@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,11 @@ def export_tables(selection: TrajectorySet, folder: Path, turns: Iterator[Rows])
     with selection.connect() as connection:
         counts = {
             name: _write_view(connection, name, where, selection.parameters, folder / f"{name}.parquet")
-            for name, where in (("trajectories", chosen), ("rewards", chosen), ("events", events))
+            for name, where in (
+                ("trajectories", f"{chosen} ORDER BY trajectory_id"),
+                ("rewards", f"{chosen} ORDER BY lane, seq"),
+                ("events", events),
+            )
         }
     with RowWriter(folder / "turns.parquet", TURNS) as writer:
         for part in turns:
@@ -326,7 +331,7 @@ def _floats(values: np.ndarray[Any, np.dtype[np.float32]] | None) -> list[float 
     """float64 of the same value each; null for values that JSON has no number for (NaN: none was given)."""
     if values is None:
         return None
-    return [value if np.isfinite(value) else None for value in values.tolist()]
+    return [value if isfinite(value) else None for value in values.tolist()]
 
 
 SHARD_BYTES = 256 << 20
@@ -546,7 +551,6 @@ def export_store(
     split: str | None = None,
     progress: Progress = no_progress,
     workers: Workers = HERE,
-    there: Path | None = None,
 ) -> dict[str, Any]:
     """Write the trajectories at a cut, of one run or split if given, to `out`; what was written.
 
@@ -554,7 +558,6 @@ def export_store(
 
     Args:
         format_: parquet, jsonl or datasets.
-        there: the store's folder on the hosts of workers, where that is another one.
 
     Raises:
         NotAStoreError, CutError, CorruptionError: as `store.open` and `Store.cut`.
@@ -566,7 +569,7 @@ def export_store(
         selection = select(log, as_of, run, split)
         with (
             progress(f"export {format_}", count_events(selection)) as advance,
-            _rendered(selection, render, advance, workers, there) as parts,
+            _rendered(selection, render, advance, workers) as parts,
         ):
             rows = exporter(selection, temporary, parts)
     return {"to": str(out), "format": format_, "cut": format_cut(selection.cut), "rows": rows}
@@ -578,7 +581,6 @@ def _rendered(
     render: Render,
     advance: Callable[[int], Any],
     workers: Workers,
-    there: Path | None,
 ) -> Iterator[Iterator[Any]]:
     """Context: what the selected trajectories become, in the order of `trajectories`."""
     if not workers.count:
@@ -586,7 +588,7 @@ def _rendered(
         return
     events = in_that_order(selection)
     slices = [*sliced([*events])]
-    store = store_there(selection.store, selection.cut, there)
+    store = store_there(selection.store, selection.cut, workers)
 
     def told(parts: Iterator[Any]) -> Iterator[Any]:
         for ids, part in zip(slices, parts, strict=True):

@@ -57,7 +57,6 @@ def trajectories(
             split=only,
             progress=progress,
             workers=workers,
-            there=ray_store,
         )
     if json:
         print_json(done)

@@ -84,7 +84,7 @@ def ray_workers(count: int, there: Path | None) -> Workers:
 
     if there is not None and not count:
         raise typer.BadParameter("says where workers find the store: add --ray N", param_hint="--ray-store")
-    return Workers(count)
+    return Workers(count, there)
 
 
 _MARKUP = re.compile(r"\\*\[[a-z#/@][^\[]*?\]")

@@ -61,7 +61,7 @@ def samples(
     ids = [*_opened(log, cut, trajectory, run)]
     if trajectory is not None and not ids:
         raise CutError(f"no trajectory {trajectory!r} at {as_of!r}; list them: select * from trajectories")
-    there = store_there(log, cut, ray_store)
+    there = store_there(log, cut, workers)
     render: Any = _items if json else _rows
     with spread(partial(made_of_trajectories, there, render), workers) as results:
         parts = results(sliced(ids))

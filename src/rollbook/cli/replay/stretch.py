@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollbook.cli.options import AsJson, FirstStep, LastStep, Policy, Run, StoreOption, TrustParts
+from rollbook.cli.options import (
+    AsJson,
+    FirstStep,
+    LastStep,
+    Policy,
+    Ray,
+    RayStore,
+    Run,
+    StoreOption,
+    TrustParts,
+    ray_workers,
+)
 from rollbook.cli.terminal import Console, print_json
 
 if TYPE_CHECKING:
@@ -21,6 +32,8 @@ def replay_run(
     first: FirstStep = None,
     last: LastStep = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes, each from checkpoints of its own.")] = 1,
+    ray: Ray = 0,
+    ray_store: RayStore = None,
     run: Run = None,
     policy: Policy = "actor",
     trust_parts: TrustParts = False,
@@ -40,14 +53,27 @@ def replay_run(
     from rollbook import store as stores
     from rollbook.cli.progress import progress
     from rollbook.cli.replay.step import exit_code
-    from rollbook.replay.stretch.stretch import history_of, prove_stretch
+    from rollbook.replay.stretch.stretch import history_of, like_here, prove_stretch
 
-    log = stores.open(store)
-    history = history_of(log, run, policy)
+    if ray and jobs > 1:
+        raise typer.BadParameter("--jobs are processes here: name one of the two", param_hint="--ray")
+    workers, log = ray_workers(ray, ray_store), stores.open(store)
+    cut = log.head()
+    history = history_of(log, run, policy, cut)
+    workers = like_here(workers, history) if ray else workers
     ends = min(history.steps) if first is None else first, max(history.steps) if last is None else last
     total = sum(ends[0] <= n <= ends[1] for n in history.steps)
     with progress("replaying steps", total, shown=not json) as advance:
-        result = prove_stretch(log, history, *ends, jobs=jobs, trust_parts=trust_parts, done=advance)
+        result = prove_stretch(
+            log,
+            history,
+            *ends,
+            jobs=jobs,
+            workers=workers,
+            cut=cut,
+            trust_parts=trust_parts,
+            done=advance,
+        )
     if json:
         fields = _described(result.steps, result.broken) | {
             "unbacked": [asdict(item) for item in result.unbacked]
