@@ -28,8 +28,6 @@ from rollbook.store.ray_connection import connect, imported
 
 TRAJECTORIES = 16
 """Of a slice: few, as all of them are in memory, however long they are."""
-AHEAD = 2
-"""Slices that a worker has: one that it does, and the next."""
 WAITING = 4
 """Results for each worker that are on their way, or wait for those before them."""
 RESTARTS = 3
@@ -51,12 +49,15 @@ class Workers:
         store: folder of the store on their hosts; None: the same as here.
         gpu: each takes a GPU, too; else a CPU alone.
         environment: variables that each has before it imports what it works with.
+        ahead: slices that each has at a time; with two it waits for nobody, and with one no long slice
+            waits for a worker while another has nothing to do.
     """
 
     count: int = 0
     store: Path | None = None
     gpu: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    ahead: int = 2
 
 
 HERE = Workers()
@@ -161,7 +162,7 @@ class _Pool:
         for reference in ready:
             if reference in self._placed:
                 self._got(reference)
-                self._free += [self._placed.pop(reference)] * AHEAD
+                self._free += [self._placed.pop(reference)] * self._workers.ahead
             else:
                 self._free.append(self._doing.pop(reference))
         if not ready and not self._free and not self._doing and time.monotonic() > self._until:

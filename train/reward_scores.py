@@ -382,7 +382,7 @@ def _scores(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if not workers.count:
         return spread(partial(_scoring, model, device), workers)
-    workers = replace(workers, gpu=device == "cuda", environment=sent_environment())
+    workers = replace(workers, gpu=device == "cuda", environment=sent_environment(), ahead=1)
     return spread(partial(_scoring_there, model, device), workers)
 
 

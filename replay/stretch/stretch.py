@@ -180,7 +180,10 @@ def prove_stretch(
         return StepRange(*which, broken, verified, odd)
     there = store_there(log, log.head() if cut is None else cut, workers)
     prover = partial(_prover, there, *which, trust_parts)
-    proving = _by_ray(prover, parts, workers) if workers.count else _by_processes(prover, parts, jobs)
+    if workers.count:
+        proving = _by_ray(prover, parts, _like_here(workers, history))
+    else:
+        proving = _by_processes(prover, parts, jobs)
     with contextlib.closing(proving):
         for proven_steps in proving:
             verified += proven_steps
@@ -208,11 +211,11 @@ def _by_ray(
         yield from results(parts)
 
 
-def like_here(workers: Workers, history: History) -> Workers:
+def _like_here(workers: Workers, history: History) -> Workers:
     """The workers, computing as this process does: with its variables and threads, and a GPU each where this
     process would replay the history's steps on one."""
     on_gpu = any(device_like(step.planned).type == "cuda" for step in history.steps.values())
-    return replace(workers, gpu=on_gpu, environment=sent_environment())
+    return replace(workers, gpu=on_gpu, environment=sent_environment(), ahead=1)
 
 
 def prove_segment(

@@ -24,7 +24,7 @@ from rollbook.cli.terminal import Console, print_json
 
 if TYPE_CHECKING:
     from rollbook.replay.stretch.rebuild import Rebuilt
-    from rollbook.replay.stretch.stretch import Break, VerifiedStep
+    from rollbook.replay.stretch.stretch import Break, StepRange, VerifiedStep
 
 
 def replay_run(
@@ -53,41 +53,37 @@ def replay_run(
     from rollbook import store as stores
     from rollbook.cli.progress import progress
     from rollbook.cli.replay.step import exit_code
-    from rollbook.replay.stretch.stretch import history_of, like_here, prove_stretch
+    from rollbook.replay.stretch.stretch import history_of, prove_stretch
 
     if ray and jobs > 1:
         raise typer.BadParameter("--jobs are processes here: name one of the two", param_hint="--ray")
     workers, log = ray_workers(ray, ray_store), stores.open(store)
     cut = log.head()
     history = history_of(log, run, policy, cut)
-    workers = like_here(workers, history) if ray else workers
     ends = min(history.steps) if first is None else first, max(history.steps) if last is None else last
     total = sum(ends[0] <= n <= ends[1] for n in history.steps)
     with progress("replaying steps", total, shown=not json) as advance:
         result = prove_stretch(
-            log,
-            history,
-            *ends,
-            jobs=jobs,
-            workers=workers,
-            cut=cut,
-            trust_parts=trust_parts,
-            done=advance,
+            log, history, *ends, jobs=jobs, workers=workers, cut=cut, trust_parts=trust_parts, done=advance
         )
-    if json:
+    _show(result, as_json=json)
+    if all(item.replay is None for item in result.steps):
+        raise typer.Exit(2)
+    raise typer.Exit(exit_code(item.replay for item in result.steps) if result.equal else 1)
+
+
+def _show(result: StepRange, *, as_json: bool) -> None:
+    if as_json:
         fields = _described(result.steps, result.broken) | {
             "unbacked": [asdict(item) for item in result.unbacked]
         }
         print_json(fields | {"run": result.run, "equal": result.equal})
-    else:
-        console = Console()
-        show_breaks(console, result.broken)
-        for item in result.unbacked:
-            console.tell(("not backed: ", "bold red"), str(item))
-        _show_steps(console, result.steps)
-    if all(item.replay is None for item in result.steps):
-        raise typer.Exit(2)
-    raise typer.Exit(exit_code(item.replay for item in result.steps) if result.equal else 1)
+        return
+    console = Console()
+    show_breaks(console, result.broken)
+    for item in result.unbacked:
+        console.tell(("not backed: ", "bold red"), str(item))
+    _show_steps(console, result.steps)
 
 
 def replay_weights(

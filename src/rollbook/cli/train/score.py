@@ -12,7 +12,7 @@ from rollbook.cli.options import AsJson, Ray, StoreOption, ray_workers
 from rollbook.cli.terminal import print_json, say
 
 if TYPE_CHECKING:
-    from rollbook.train.reward_scores import Scoring
+    from rollbook.train.reward_scores import Scored, Scoring
 
 
 def score(
@@ -120,6 +120,10 @@ def run_score(
         device=device,
         workers=ray_workers(ray, None),
     )
+    _show(done, scoring, as_json=as_json)
+
+
+def _show(done: Scored, scoring: Scoring, *, as_json: bool) -> None:
     left = {why: count for why, count in done.left_out.items() if count}
     if as_json:
         print_json({"scored": done.scored, "already_there": done.already, "left_out": left})
