@@ -41,7 +41,7 @@ class Plan:
         rounds: in which each side runs once.
     """
 
-    sealed: int = 6_000
+    sealed: int = 9_000
     live: int = 600
     rounds: int = 3
 
