@@ -28,6 +28,7 @@
     ├── ReplyError               (also ValueError) a reply that no model of this chat template samples
     ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
     ├── ConfigError              (also ValueError) a CONFIG with an unknown or ill-typed key
+    ├── WorkerLostError          a worker of Ray was lost again and again: the same command goes on
     ├── RolloutError             rollouts that cannot begin or go on
     │   ├── ProxyLostError       their proxy does not answer: the same command goes on
     │   └── LaunchError          an agent that cannot be started, or not as isolated as is required
@@ -188,6 +189,10 @@ class ModelError(RollbookError):
 
 class ConfigError(RollbookError, ValueError):
     """A configuration file has an unknown, missing or ill-typed key."""
+
+
+class WorkerLostError(RollbookError):
+    """A worker of Ray was lost as often as Ray makes one anew; nothing is half done."""
 
 
 class RolloutError(RollbookError):

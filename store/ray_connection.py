@@ -56,6 +56,7 @@ def connect(namespace: str | None = None) -> Callable[[], None] | None:
         ConnectionError: it does not answer, or refuses; it says why.
     """
     ray = imported()
+    _keep_quiet()
     if ray.is_initialized():
         return None
     try:
@@ -83,6 +84,12 @@ def _joined(ray: Any, namespace: str | None) -> Callable[[], None]:
             os.environ[ADDRESS] = ray.get_runtime_context().gcs_address
         undo.callback(ray.shutdown)
         return undo.pop_all().close
+
+
+def _keep_quiet() -> None:
+    """Have Ray print nothing: what befalls its nodes it says on standard output, where commands print."""
+    if worker := sys.modules.get("ray._private.worker"):
+        vars(worker)["_worker_logs_enabled"] = False
 
 
 def _started_by_user() -> bool:

@@ -33,8 +33,8 @@ BELOW = {
 AT_ROOT = ("store", "ingest", "train", "replay")
 ROOMS = {
     "store": [
-        *("events", "redaction", "fold", "wal", "sealed", "medium", "log", "catalog", "hosts", "open", "sql"),
-        *("upkeep", "interchange"),
+        *("events", "redaction", "fold", "wal", "sealed", "medium", "log", "catalog", "hosts", "open"),
+        *("workers", "sql", "upkeep", "interchange"),
     ],
     "engines": ["weights", "fleet", "startup_check", "sglang", "embedded"],
     "ingest": [

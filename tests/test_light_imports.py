@@ -32,8 +32,9 @@ for command in (
 @pytest.mark.more_but("import rollbook.ingest.serve.proxy*", "import rollbook.store*")
 @pytest.mark.parametrize("code", [*(f"import rollbook.{part}\n" for part in PARTS), CASSETTE, HELP])
 def test_torch_is_not_imported(run_python: Callable[..., tuple[int, str, str]], code: str) -> None:
-    """A fresh process that does this has neither torch nor transformers in sys.modules."""
-    check = "import sys\nprint('HEAVY', sorted({'torch', 'transformers', 'megatron'} & set(sys.modules)))\n"
+    """A fresh process that does this has neither torch nor transformers nor ray in sys.modules."""
+    heavy = {"torch", "transformers", "megatron", "ray"}
+    check = f"import sys\nprint('HEAVY', sorted({heavy!r} & set(sys.modules)))\n"
     status, out, err = run_python(code + check)
     assert (status, err) == (0, "")
     assert out.splitlines()[-1] == "HEAVY []"

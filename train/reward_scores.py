@@ -1,17 +1,21 @@
 """`rollbook score`: scores finished trajectories with a reward model, and appends the rewards to
 the log.
 
-The reward model is read as transformers reads it, and scores whole paths of tokens.
+The reward model is read as transformers reads it, and scores whole paths of tokens: here, or in workers of
+Ray, which get the tokens. Rewards are appended here, in order.
 """
 
 from __future__ import annotations
 
+import socket
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,11 +39,13 @@ from rollbook.store.fold.versions import BINDING, VersionDigests
 from rollbook.store.interchange.destination import Progress
 from rollbook.store.log.tail import Filter
 from rollbook.store.log.writer import LaneWriter
+from rollbook.store.workers import HERE, Spread, Workers, sliced, spread
 from rollbook.train.batches.materialize import Materializer
 from rollbook.train.checkpoints.checkpoint import stream_checkpoint
 from rollbook.train.checkpoints.export import model_directory
 from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.model.shape import SCORE_LABELS, SCORES
+from rollbook.train.ranks.ray_ranks import sent_environment
 from rollbook.train.select.references import References, find_references
 from rollbook.train.select.samples import Sample, samples_of
 
@@ -47,7 +53,6 @@ AT_A_TIME = 64
 """Trajectories whose rewards become durable together."""
 LOOK_S = 0.5
 """Seconds between looks at the tail."""
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +90,24 @@ class Scored:
 
 def score_run(
     log: Store,
-    model: RewardClassifier,
+    model: RewardModel,
     scoring: Scoring,
     *,
     lane: str,
     idle_timeout_s: float | None,
     progress: Progress,
+    device: str = "auto",
+    workers: Workers = HERE,
 ) -> Scored:
     """Reward every finished trajectory that has no reward from the source yet, by the score of its
     last path.
 
-    Each reward is durable before the next ones are computed, so that an interrupted command goes
-    on where it was.
+    Rewards are durable before the next ones are appended, so that an interrupted command goes on where
+    it was.
 
     Args:
+        device: `cpu`, `cuda`, or `auto`: a GPU if there is one here.
+        workers: of Ray, which compute the scores.
         idle_timeout_s: go on with trajectories that finish later, until none has for so long;
             None: do not.
 
@@ -112,15 +121,13 @@ def score_run(
         settings = asdict(scoring) | {"splits": list(scoring.splits), "model_digest": model.digest}
         _check_source(log, scoring, settings)
         cut, done = log.head(), Scored()
-        with log.writer(lane) as writer:
-            scorer = _Scorer(model, scoring, writer, done, RunOpened("score", settings))
+        with _scores(model, device, workers) as scores, log.writer(lane) as writer:
+            scorer = _Scorer(model, scores, scoring, writer, done, RunOpened("score", settings))
             references = find_references(log, cut, scoring.run, _recipe(scoring))
             numbers = _last_paths(references, done)
             paths = Materializer(log, cut, references, scoring.run)
             with progress(f"score run {scoring.run}", len(numbers)) as advance:
-                for part in _chunks(numbers):
-                    scorer.add(paths.samples(part))
-                    advance(len(part))
+                scorer.add((paths.samples(part) for part in sliced(numbers, AT_A_TIME)), advance)
             if idle_timeout_s is not None:
                 _follow(log, cut, scorer, idle_timeout_s)
     return done
@@ -160,17 +167,45 @@ class _Scorer:
 
     def __init__(
         self,
-        model: RewardClassifier,
+        model: RewardModel,
+        scores: Spread[list[TokenIds], list[Score]],
         scoring: Scoring,
         writer: LaneWriter,
         done: Scored,
         opened: RunOpened,
     ) -> None:
         self.model, self.scoring, self.done = model, scoring, done
-        self._writer, self._opened = writer, [opened]
+        self._scores, self._writer, self._opened = scores, writer, [opened]
 
-    def add(self, samples: Iterable[Sample]) -> None:
-        """Score samples, one of each trajectory, and wait until their rewards are durable."""
+    def add(
+        self, parts: Iterable[Iterable[Sample]], advance: Callable[[int], object] = lambda count: None
+    ) -> None:
+        """Score samples, one of each trajectory, and wait until the rewards of each part are durable.
+
+        Args:
+            advance: called with how many were scored or left out.
+        """
+        waiting: deque[tuple[int, list[tuple[Sample, TokenIds]]]] = deque()
+
+        def paths() -> Iterator[list[TokenIds]]:
+            for part in parts:
+                samples = list(part)
+                waiting.append((len(samples), self._kept(samples)))
+                yield [tokens for _, tokens in waiting[-1][1]]
+
+        for scores in self._scores(paths()):
+            count, kept = waiting.popleft()
+            rewards = [self._reward(s, score) for (s, _), score in zip(kept, scores, strict=True)]
+            if rewards:
+                records: list[Record] = [*self._opened, *rewards]
+                self._writer.append([Event(record, self.scoring.run) for record in records]).result()
+                self._opened = []
+            self.done.scored += len(rewards)
+            advance(count)
+
+    def _kept(self, samples: Iterable[Sample]) -> list[tuple[Sample, TokenIds]]:
+        """The samples that can be scored, and their tokens up to the last that was sampled; others are
+        counted."""
         kept: list[tuple[Sample, TokenIds]] = []
         for sample in samples:
             ended = np.flatnonzero(sample.loss_mask)
@@ -181,13 +216,7 @@ class _Scorer:
                 kept.append((sample, tokens))
             else:
                 self.done.left_out[why] += 1
-        scores = self.model.scores([tokens for _, tokens in kept])
-        rewards = [self._reward(s, score) for (s, _), score in zip(kept, scores, strict=True)]
-        if rewards:
-            records: list[Record] = [*self._opened, *rewards]
-            self._writer.append([Event(record, self.scoring.run) for record in records]).result()
-            self._opened = []
-        self.done.scored += len(rewards)
+        return kept
 
     def _reward(self, sample: Sample, score: Score) -> RewardAssigned:
         reward = self.scoring.reward(score)
@@ -207,8 +236,10 @@ def _follow(log: Store, cut: Cut, scorer: _Scorer, idle_timeout_s: float) -> Non
         last = time.monotonic()
         while time.monotonic() < last + idle_timeout_s:
             ids = {e.record.trajectory_id for e in tail.poll() if isinstance(e.record, TrajectoryFinished)}
-            for part in _chunks(sorted(ids)):
-                scorer.add(_finished(log, tail.cut(), part, scorer))
+            if ids:
+                scorer.add(
+                    _finished(log, tail.cut(), part, scorer) for part in sliced(sorted(ids), AT_A_TIME)
+                )
                 last = time.monotonic()
             tail.wait(LOOK_S)
 
@@ -266,11 +297,6 @@ def _check_source(log: Store, scoring: Scoring, settings: Json) -> None:
                 )
 
 
-def _chunks(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    for start in range(0, len(items), AT_A_TIME):
-        yield items[start : start + AT_A_TIME]
-
-
 BATCH_TOKENS = 16384
 """Most tokens in a forward pass, padding included, unless one path has more."""
 
@@ -283,66 +309,122 @@ class Score:
     deviation: float | None = None
 
 
-class RewardClassifier:
-    """A `ForSequenceClassification` model of transformers with one score, or with a mean and a log-deviation.
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """What is known of a `ForSequenceClassification` model of transformers without its weights.
 
-    Args:
-        folder: a checkpoint that algorithm `reward_model` trained, or another reward model.
-        device: `cpu`, `cuda`, or `auto`.
-
-    Raises:
-        ModelError: it is no reward model, or transformers cannot read it.
+    Attributes:
+        gives_deviations: whether it gives a mean and a log-deviation; else one score.
+        vocabulary, context: how many ids, and tokens, it takes.
+        digest: of its weights.
     """
 
-    def __init__(self, folder: Path, device: str = "auto") -> None:
-        from transformers import AutoConfig, AutoModelForSequenceClassification
+    folder: Path
+    gives_deviations: bool
+    vocabulary: int
+    context: int
+    digest: str
 
+    @classmethod
+    def of(cls, folder: Path) -> RewardModel:
+        """The model in a folder: a checkpoint that algorithm `reward_model` trained, or another reward model.
+
+        Raises:
+            ModelError: it is no reward model, or transformers cannot read it.
+        """
         require_folder(folder, "the command")
-        try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            self._check(folder, config)
-            if device == "auto":
-                device = "cuda" if torch.cuda.is_available() else "cpu"
-            dtype = torch.float32 if device == "cpu" else config.dtype or torch.float32
-            with model_directory(folder) as whole:
-                model: Any = AutoModelForSequenceClassification.from_pretrained(
-                    whole, local_files_only=True, use_safetensors=True, dtype=dtype
-                )
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{folder}: transformers cannot read this reward model: {error}") from error
-        if not hasattr(model, "score"):
-            raise ModelError(f"{folder}: a {type(model).__name__} has no head named score")
-        self._model, self._device = model.to(device).eval(), device
-        self._distribution = config.num_labels == 2
-        self.vocabulary, self.context = int(config.vocab_size), int(config.max_position_embeddings)
-        self.digest = digest_stream(stream_checkpoint(folder))
-        """Digest of its weights."""
-        check_unchanged(folder, origin_of(folder), self.digest)
-
-    @staticmethod
-    def _check(folder: Path, config: Any) -> None:
-        named = [str(name) for name in getattr(config, "architectures", None) or ()]
-        labels = [str(name) for name in config.id2label.values()]
-        if not any(name.endswith(SCORES) for name in named):
-            raise ModelError(
-                f"{folder}: a {' or '.join(named) or 'model of no named architecture'} gives no scores: name "
-                "a reward model, such as a checkpoint that algorithm reward_model trained"
-            )
-        if len(labels) != 1 and labels[1:] != [*SCORE_LABELS[1:]]:
-            raise ModelError(
-                f"{folder}: gives {len(labels)} values ({', '.join(labels)}): a reward model gives one score"
-            )
-
-    @property
-    def gives_deviations(self) -> bool:
-        """Whether its scores have a standard deviation."""
-        return self._distribution
+        config = _config(folder)
+        _check_scores(folder, config)
+        digest = digest_stream(stream_checkpoint(folder))
+        check_unchanged(folder, origin_of(folder), digest)
+        sizes = int(config.vocab_size), int(config.max_position_embeddings)
+        return cls(folder, config.num_labels == 2, *sizes, digest)
 
     def unfit(self, tokens: TokenIds) -> str | None:
         """The reason why the model cannot score a path; None if it can."""
         if len(tokens) > self.context:
             return "too_long"
         return "outside_vocabulary" if int(tokens.max()) >= self.vocabulary else None
+
+
+def _config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: Path, error: Exception) -> ModelError:
+    return ModelError(f"{folder}: transformers cannot read this reward model: {error}")
+
+
+def _check_scores(folder: Path, config: Any) -> None:
+    named = [str(name) for name in getattr(config, "architectures", None) or ()]
+    labels = [str(name) for name in config.id2label.values()]
+    if not any(name.endswith(SCORES) for name in named):
+        raise ModelError(
+            f"{folder}: a {' or '.join(named) or 'model of no named architecture'} gives no scores: name "
+            "a reward model, such as a checkpoint that algorithm reward_model trained"
+        )
+    if len(labels) != 1 and labels[1:] != [*SCORE_LABELS[1:]]:
+        raise ModelError(
+            f"{folder}: gives {len(labels)} values ({', '.join(labels)}): a reward model gives one score"
+        )
+
+
+def _scores(
+    model: RewardModel, device: str, workers: Workers
+) -> AbstractContextManager[Spread[list[TokenIds], list[Score]]]:
+    """Context: a function that scores parts of paths, here or in workers."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not workers.count:
+        return spread(partial(_scoring, model, device), workers)
+    workers = replace(workers, gpu=device == "cuda", environment=sent_environment(), ahead=1)
+    return spread(partial(_scoring_there, model, device), workers)
+
+
+def _scoring(model: RewardModel, device: str) -> Callable[[list[TokenIds]], list[Score]]:
+    return RewardClassifier(model, device).scores
+
+
+def _scoring_there(model: RewardModel, device: str) -> Callable[[list[TokenIds]], list[Score]]:
+    if RewardModel.of(model.folder).digest != model.digest:
+        raise ModelError(
+            f"{model.folder} on host {socket.gethostname()}, where Ray has a worker, has other weights than "
+            "here: have the same model on every node"
+        )
+    return _scoring(model, device)
+
+
+class RewardClassifier:
+    """A reward model with its weights.
+
+    Args:
+        device: `cpu` or `cuda`.
+
+    Raises:
+        ModelError: transformers cannot read it.
+    """
+
+    def __init__(self, model: RewardModel, device: str) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        folder, config = model.folder, _config(model.folder)
+        dtype = torch.float32 if device == "cpu" else config.dtype or torch.float32
+        try:
+            with model_directory(folder) as whole:
+                weights: Any = AutoModelForSequenceClassification.from_pretrained(
+                    whole, local_files_only=True, use_safetensors=True, dtype=dtype
+                )
+        except (OSError, ValueError) as error:
+            raise _unreadable(folder, error) from error
+        if not hasattr(weights, "score"):
+            raise ModelError(f"{folder}: a {type(weights).__name__} has no head named score")
+        self._model, self._device = weights.to(device).eval(), device
+        self._distribution = model.gives_deviations
 
     def scores(self, paths: Sequence[TokenIds]) -> list[Score]:
         """The scores of paths, each of its last token. Paths of about one length share a forward pass."""

@@ -1,23 +1,27 @@
-"""Proves a stretch of a training: every step of it, from checkpoint to checkpoint, in several processes."""
+"""Proves a stretch of a training: every step of it, from checkpoint to checkpoint, in several processes, or
+by workers of Ray."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 
 from rollbook.replay.claims.backed import Unbacked, find_unbacked
 from rollbook.replay.step.manifest import checked
-from rollbook.replay.step.replayer import Replayer
+from rollbook.replay.step.replayer import Replayer, device_like
 from rollbook.replay.step.run_log import RunLog
 from rollbook.replay.step.starts import find_start, has_state
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
+from rollbook.store.cut import Cut
 from rollbook.store.errors import ModelError, ReplayError, TrainError
 from rollbook.store.fold.history import KINDS, History, fold_histories, fold_history
-from rollbook.store.open import open_store
+from rollbook.store.workers import HERE, StoreThere, Workers, spread, store_there
+from rollbook.train.ranks.ray_ranks import sent_environment
 from rollbook.train.step.reference import policy_of
 
 
@@ -76,8 +80,8 @@ class StepRange:
         return not self.broken and not self.unbacked and self.first_difference is None
 
 
-def history_of(log: Store, run: str | None, policy: str) -> History:
-    """The history of a policy's training.
+def history_of(log: Store, run: str | None, policy: str, cut: Cut | None = None) -> History:
+    """The history of a policy's training at a cut (default: head).
 
     Args:
         run: None: the only one that committed steps of it.
@@ -86,13 +90,13 @@ def history_of(log: Store, run: str | None, policy: str) -> History:
         ReplayError: there is none, or there are several.
     """
     if run is not None:
-        history = fold_history(checked(log.events_of(KINDS)), run, policy)
+        history = fold_history(checked(log.events_of(KINDS, cut)), run, policy)
         if not history.steps:
             raise ReplayError(f"run {run!r} has no committed step of policy {policy!r}")
         return history
     histories = {
         key: h
-        for key, h in fold_histories(checked(log.events_of(KINDS))).items()
+        for key, h in fold_histories(checked(log.events_of(KINDS, cut))).items()
         if h.steps and key[1] == policy
     }
     if not histories:
@@ -142,6 +146,8 @@ def prove_stretch(
     last: int,
     *,
     jobs: int = 1,
+    workers: Workers = HERE,
+    cut: Cut | None = None,
     trust_parts: bool = False,
     done: Callable[[int], None] = lambda count: None,
 ) -> StepRange:
@@ -152,6 +158,8 @@ def prove_stretch(
 
     Args:
         jobs: processes, each with segments of its own.
+        workers: of Ray, instead of processes.
+        cut: of the history (default: head).
         done: called with the number of steps that were finished.
 
     Raises:
@@ -164,19 +172,50 @@ def prove_stretch(
     which = (history.run, history.policy)
     odd = [odd for odd in find_unbacked(log, history.run) if policy_of(odd.policy) == history.policy]
     verified: list[VerifiedStep] = []
-    if jobs == 1 or len(parts) == 1:
+    if workers.count == 0 and (jobs == 1 or len(parts) == 1):
         for part in parts:
             for proven in prove_segment(run_log, part, trust_parts=trust_parts):
                 verified.append(proven)
                 done(1)
         return StepRange(*which, broken, verified, odd)
+    there = store_there(log, log.head() if cut is None else cut, workers)
+    prover = partial(_prover, there, *which, trust_parts)
+    if workers.count:
+        proving = _by_ray(prover, parts, _like_here(workers, history))
+    else:
+        proving = _by_processes(prover, parts, jobs)
+    with contextlib.closing(proving):
+        for proven_steps in proving:
+            verified += proven_steps
+            done(len(proven_steps))
+    return StepRange(*which, broken, sorted(verified, key=lambda proven: proven.step), odd)
+
+
+Prover = Callable[[list[int]], list[VerifiedStep]]
+"""Proves a segment."""
+
+
+def _by_processes(
+    prover: Callable[[], Prover], parts: list[list[int]], jobs: int
+) -> Generator[list[VerifiedStep]]:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(parts)), mp_context=spawn) as pool:
-        tasks = [pool.submit(_segment_of, log.path, *which, part, trust_parts) for part in parts]
-        for task in as_completed(tasks):
-            verified += task.result()
-            done(len(task.result()))
-    return StepRange(*which, broken, sorted(verified, key=lambda proven: proven.step), odd)
+        for task in as_completed([pool.submit(_proven, prover, part) for part in parts]):
+            yield task.result()
+
+
+def _by_ray(
+    prover: Callable[[], Prover], parts: list[list[int]], workers: Workers
+) -> Generator[list[VerifiedStep]]:
+    with spread(prover, workers) as results:
+        yield from results(parts)
+
+
+def _like_here(workers: Workers, history: History) -> Workers:
+    """The workers, computing as this process does: with its variables and threads, and a GPU each where this
+    process would replay the history's steps on one."""
+    on_gpu = any(device_like(step.planned).type == "cuda" for step in history.steps.values())
+    return replace(workers, gpu=on_gpu, environment=sent_environment(), ahead=1)
 
 
 def prove_segment(
@@ -221,8 +260,12 @@ def prove_segment(
                     break
 
 
-def _segment_of(path: Path, run: str, policy: str, steps: list[int], trust_parts: bool) -> list[VerifiedStep]:
-    """`prove_segment` in a process of its own."""
-    log = open_store(path)
-    history = fold_history(log.events_of(KINDS), run, policy)
-    return list(prove_segment(RunLog(log, history), steps, trust_parts=trust_parts))
+def _prover(there: StoreThere, run: str, policy: str, trust_parts: bool) -> Prover:
+    """`prove_segment` in another process, over the history at the cut."""
+    log, cut = there.open()
+    run_log = RunLog(log, fold_history(log.events_of(KINDS, cut), run, policy))
+    return lambda steps: list(prove_segment(run_log, steps, trust_parts=trust_parts))
+
+
+def _proven(prover: Callable[[], Prover], steps: list[int]) -> list[VerifiedStep]:
+    return prover()(steps)

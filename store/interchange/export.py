@@ -14,12 +14,17 @@ Export as tables: trajectories, turns, rewards and events, one Parquet file each
 view's scalars and, from a fold of the events, each turn's whole prompt and messages.
 
 Rows are written a group at a time.
+
+What trajectories become is rendered here or by workers of Ray, and written here: the bytes are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +41,16 @@ from rollbook.store.fold.path_tokens import PathTokens
 from rollbook.store.fold.trajectory import Trajectory, Turn
 from rollbook.store.interchange.destination import Progress, destination, no_progress
 from rollbook.store.interchange.paths import PathRow, paths, span_rows
-from rollbook.store.interchange.selection import TrajectorySet, count_events, select, trajectories
+from rollbook.store.interchange.selection import (
+    TrajectorySet,
+    count_events,
+    in_that_order,
+    select,
+    trajectories,
+)
 from rollbook.store.open import open_store
 from rollbook.store.sql.sandbox import Connection
+from rollbook.store.workers import HERE, Workers, made_of_trajectories, sliced, spread, store_there
 
 BATCH_ROWS = 2048
 TEXTS = pa.list_(pa.string())
@@ -82,7 +94,24 @@ TURNS = pa.schema(
 """Columns of the turns' file. Text that the log holds as JSON is JSON text."""
 
 
-def export_tables(selection: TrajectorySet, folder: Path, advance: Callable[[int], Any]) -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows that some trajectories became, and the weight of each."""
+
+    rows: pa.RecordBatch
+    weights: list[int]
+
+    @classmethod
+    def of(cls, rows: list[Json], schema: pa.Schema) -> Rows:
+        """Rows by their columns; lists may be numpy arrays."""
+        return cls(pa.RecordBatch.from_pylist(rows, schema=schema), [weight(row) for row in rows])
+
+    def __iter__(self) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """Each row by itself, with its weight."""
+        return ((self.rows.slice(i, 1), own) for i, own in enumerate(self.weights))
+
+
+def export_tables(selection: TrajectorySet, folder: Path, turns: Iterator[Rows]) -> dict[str, int]:
     """Write the four files into a folder that exists; the number of rows of each.
 
     `events` has the log's own rows, also those of no trajectory (runs, steps), unless a split is selected.
@@ -101,10 +130,17 @@ def export_tables(selection: TrajectorySet, folder: Path, advance: Callable[[int
     with selection.connect() as connection:
         counts = {
             name: _write_view(connection, name, where, selection.parameters, folder / f"{name}.parquet")
-            for name, where in (("trajectories", chosen), ("rewards", chosen), ("events", events))
+            for name, where in (
+                ("trajectories", f"{chosen} ORDER BY trajectory_id"),
+                ("rewards", f"{chosen} ORDER BY lane, seq"),
+                ("events", events),
+            )
         }
-    counts["turns"] = _write_turns(selection, folder / "turns.parquet", advance)
-    return counts
+    with RowWriter(folder / "turns.parquet", TURNS) as writer:
+        for part in turns:
+            for row, own in part:
+                writer.add(row, own)
+    return counts | {"turns": writer.rows}
 
 
 def _write_view(connection: Connection, view: str, where: str, parameters: dict[str, str], path: Path) -> int:
@@ -119,12 +155,9 @@ def _write_view(connection: Connection, view: str, where: str, parameters: dict[
     return rows
 
 
-def _write_turns(selection: TrajectorySet, path: Path, advance: Callable[[int], Any]) -> int:
-    with RowWriter(path, TURNS) as writer:
-        for trajectory in trajectories(selection, advance):
-            for row in turn_rows(trajectory):
-                writer.add(row)
-        return writer.rows
+def turns_of(trajectories: list[Trajectory]) -> Rows:
+    """The turns' rows of trajectories."""
+    return Rows.of([row for trajectory in trajectories for row in turn_rows(trajectory)], TURNS)
 
 
 def turn_rows(trajectory: Trajectory) -> Iterator[Json]:
@@ -194,20 +227,19 @@ GROUP_WEIGHT = 4 << 20
 
 
 class RowWriter(AbstractContextManager["RowWriter"]):
-    """Writes rows (column -> value) to one Parquet file; holds no more than a row group."""
+    """Writes rows to one Parquet file; holds no more than a row group."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.rows = 0
-        self._schema = schema
         self._sink = pa.OSFile(str(path), "wb")
         self._writer: Any = pq.ParquetWriter(self._sink, schema, compression="zstd")
-        self._waiting: list[Json] = []
+        self._waiting: list[pa.RecordBatch] = []
         self._weight = 0
 
-    def add(self, row: Json) -> None:
-        """Take one row. Lists may be numpy arrays."""
+    def add(self, row: pa.RecordBatch, own: int) -> None:
+        """Take one row, and its weight."""
         self._waiting.append(row)
-        self._weight += weight(row)
+        self._weight += own
         self.rows += 1
         if len(self._waiting) >= GROUP_ROWS or self._weight >= GROUP_WEIGHT:
             self._write_group()
@@ -225,7 +257,9 @@ class RowWriter(AbstractContextManager["RowWriter"]):
         self._sink.close()
 
     def _write_group(self) -> None:
-        self._writer.write_batch(pa.RecordBatch.from_pylist(self._waiting, schema=self._schema))
+        # In one piece, so that pages end where they would have ended however the rows came.
+        [group] = pa.Table.from_batches(self._waiting).combine_chunks().to_batches()
+        self._writer.write_batch(group)
         self._waiting, self._weight = [], 0
 
     def __exit__(self, *_: object) -> None:
@@ -241,21 +275,29 @@ def weight(value: Any) -> int:
     return len(value) if hasattr(value, "__len__") else 1
 
 
-def export_jsonl(selection: TrajectorySet, file: Path, advance: Callable[[int], Any]) -> dict[str, int]:
-    """Write every path of the selected trajectories; how many of both.
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """The lines that some trajectories became."""
 
-    In memory: what `trajectories` holds, and one line.
+    trajectories: int
+    paths: int
+    text: bytes
 
-    Raises:
-        CorruptionError: acknowledged bytes are damaged.
-    """
+
+def lines_of(trajectories: list[Trajectory]) -> Lines:
+    """A line for every path of trajectories."""
+    lines = [orjson.dumps(as_json(path)) + b"\n" for trajectory in trajectories for path in paths(trajectory)]
+    return Lines(len(trajectories), len(lines), b"".join(lines))
+
+
+def export_jsonl(_: TrajectorySet, file: Path, lines: Iterator[Lines]) -> dict[str, int]:
+    """Write the lines of the selected trajectories; how many of both."""
     counts = {"trajectories": 0, "paths": 0}
     with file.open("wb") as out:
-        for trajectory in trajectories(selection, advance):
-            counts["trajectories"] += 1
-            for path in paths(trajectory):
-                out.write(orjson.dumps(as_json(path)) + b"\n")
-                counts["paths"] += 1
+        for part in lines:
+            out.write(part.text)
+            counts["trajectories"] += part.trajectories
+            counts["paths"] += part.paths
     return counts
 
 
@@ -289,7 +331,7 @@ def _floats(values: np.ndarray[Any, np.dtype[np.float32]] | None) -> list[float 
     """float64 of the same value each; null for values that JSON has no number for (NaN: none was given)."""
     if values is None:
         return None
-    return [value if np.isfinite(value) else None for value in values.tolist()]
+    return [value if isfinite(value) else None for value in values.tolist()]
 
 
 SHARD_BYTES = 256 << 20
@@ -336,27 +378,43 @@ ROWS = pa.schema(
 `chat_template_kwargs`: JSON."""
 
 
-def export_dataset(selection: TrajectorySet, folder: Path, advance: Callable[[int], Any]) -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class SplitRows:
+    """The rows that some trajectories became, by split, in the order of their first ones."""
+
+    trajectories: int
+    rows: dict[str, Rows]
+
+
+def splits_of(trajectories: list[Trajectory]) -> SplitRows:
+    """A row for every path of trajectories."""
+    rows: dict[str, list[Json]] = {}
+    for trajectory in trajectories:
+        for path in paths(trajectory):
+            rows.setdefault(trajectory.split, []).append(as_row(path))
+    return SplitRows(len(trajectories), {split: Rows.of(own, ROWS) for split, own in rows.items()})
+
+
+def export_dataset(selection: TrajectorySet, folder: Path, parts: Iterator[SplitRows]) -> dict[str, int]:
     """Write the folder's files; how many trajectories and paths.
 
-    In memory: what `trajectories` holds, and a row group of each split.
+    In memory: a row group of each split.
 
     Raises:
         InterchangeError: there is no path, and `load_dataset` reads no dataset without a row.
-        CorruptionError: acknowledged bytes are damaged.
     """
     data = folder / "data"
     data.mkdir()
     count = 0
     splits: dict[str, _SplitWriter] = {}
     with ExitStack() as stack:
-        for trajectory in trajectories(selection, advance):
-            count += 1
-            split = trajectory.split
-            for path in paths(trajectory):
+        for part in parts:
+            count += part.trajectories
+            for split, rows in part.rows.items():
                 if split not in splits:
                     splits[split] = stack.enter_context(_SplitWriter(data, split))
-                splits[split].add(as_row(path))
+                for row, own in rows:
+                    splits[split].add(row, own)
     if not splits:
         raise InterchangeError(
             f"none of the {count} trajectories at {format_cut(selection.cut)} has a completed turn, and a "
@@ -406,11 +464,11 @@ class _SplitWriter(AbstractContextManager["_SplitWriter"]):
         self._shards.append(self._folder / f"{self._split}-{len(self._shards):05d}.partial")
         return RowWriter(self._shards[-1], ROWS)
 
-    def add(self, row: Json) -> None:
+    def add(self, row: pa.RecordBatch, own: int) -> None:
         if self._writer.bytes > SHARD_BYTES:
             self._writer.close()
             self._writer = self._open()
-        self._writer.add(row)
+        self._writer.add(row, own)
         self.rows += 1
 
     def __exit__(self, *_: object) -> None:
@@ -470,14 +528,17 @@ def _members(struct: pa.StructType) -> list[Json]:
     return [_feature(struct.field(i)) for i in range(struct.num_fields)]
 
 
-Exporter = Callable[[TrajectorySet, Path, Callable[[int], Any]], dict[str, int]]
+Render = Callable[[list[Trajectory]], Any]
+"""What trajectories become."""
+Exporter = Callable[[TrajectorySet, Path, Iterator[Any]], dict[str, int]]
+"""Writes that of all, in order."""
 
-FORMATS: dict[str, tuple[Exporter, bool]] = {
-    "parquet": (export_tables, True),
-    "jsonl": (export_jsonl, False),
-    "datasets": (export_dataset, True),
+FORMATS: dict[str, tuple[Render, Exporter, bool]] = {
+    "parquet": (turns_of, export_tables, True),
+    "jsonl": (lines_of, export_jsonl, False),
+    "datasets": (splits_of, export_dataset, True),
 }
-"""Format -> what writes it, and whether into a folder."""
+"""Format -> what renders it, what writes it, and whether into a folder."""
 
 
 def export_store(
@@ -489,8 +550,11 @@ def export_store(
     run: str | None = None,
     split: str | None = None,
     progress: Progress = no_progress,
+    workers: Workers = HERE,
 ) -> dict[str, Any]:
     """Write the trajectories at a cut, of one run or split if given, to `out`; what was written.
+
+    In memory: what `trajectories` holds, or results of workers; and a row group.
 
     Args:
         format_: parquet, jsonl or datasets.
@@ -499,10 +563,37 @@ def export_store(
         NotAStoreError, CutError, CorruptionError: as `store.open` and `Store.cut`.
         InterchangeError: `out` exists or cannot be written, or the run has no trajectory.
     """
-    exporter, folder = FORMATS[format_]
+    render, exporter, folder = FORMATS[format_]
     log = open_store(store)
     with destination(out, folder=folder) as temporary:
         selection = select(log, as_of, run, split)
-        with progress(f"export {format_}", count_events(selection)) as advance:
-            rows = exporter(selection, temporary, advance)
+        with (
+            progress(f"export {format_}", count_events(selection)) as advance,
+            _rendered(selection, render, advance, workers) as parts,
+        ):
+            rows = exporter(selection, temporary, parts)
     return {"to": str(out), "format": format_, "cut": format_cut(selection.cut), "rows": rows}
+
+
+@contextmanager
+def _rendered(
+    selection: TrajectorySet,
+    render: Render,
+    advance: Callable[[int], Any],
+    workers: Workers,
+) -> Iterator[Iterator[Any]]:
+    """Context: what the selected trajectories become, in the order of `trajectories`."""
+    if not workers.count:
+        yield (render([trajectory]) for trajectory in trajectories(selection, advance))
+        return
+    events = in_that_order(selection)
+    slices = [*sliced([*events])]
+    store = store_there(selection.store, selection.cut, workers)
+
+    def told(parts: Iterator[Any]) -> Iterator[Any]:
+        for ids, part in zip(slices, parts, strict=True):
+            advance(sum(events[trajectory_id] for trajectory_id in ids))
+            yield part
+
+    with spread(partial(made_of_trajectories, store, render), workers) as results:
+        yield told(results(slices))

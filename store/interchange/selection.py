@@ -96,6 +96,17 @@ def trajectories(selection: TrajectorySet, advance: Callable[[int], Any]) -> Ite
                 del missing[trajectory_id]
 
 
+def in_that_order(selection: TrajectorySet) -> dict[str, int]:
+    """The ids of the trajectories in the order in which `trajectories` gives them, each with the number of
+    its events."""
+    query = (
+        f"SELECT trajectory_id, count(*) FROM events WHERE kind <> '{NOT_FOLDED}' AND trajectory_id IN "
+        f"({selection.sql()}) GROUP BY trajectory_id ORDER BY max((list_position($lanes, lane), seq))"
+    )
+    parameters: dict[str, Any] = {**selection.parameters, "lanes": _lanes(selection)}
+    return dict(selection.connect().execute(query, parameters).fetchall())
+
+
 def count_events(selection: TrajectorySet) -> int:
     """How many events `trajectories` will read of the selected ones."""
     return sum(_events_each(selection).values())

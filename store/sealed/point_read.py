@@ -26,6 +26,8 @@ from rollbook.store.wal.arrow_bytes import read_file as read_arrow_file
 
 KEPT_OPEN = 256
 """Sealed files that a process keeps open, and units whose locations it keeps mapped."""
+KEPT_READ = 4
+"""Parts of files that it keeps in memory: trajectories that follow each other share their row groups."""
 KEPT_FOUND = 8
 """Units whose locations it keeps in memory, where they were not derived."""
 _SMALL = [name for name in TABLE_SCHEMA.names if not pa.types.is_list(TABLE_SCHEMA.field(name).type)]
@@ -134,9 +136,13 @@ class _OpenFile:
     def read(self, run: Run) -> pa.Table:
         first, last = self.groups(np.array([run.first, run.first + run.rows - 1]))
         before = int(self._ends[first - 1]) if first else 0
-        groups = range(int(first), int(last) + 1)
-        table = self._file.read_row_groups(groups, columns=self._columns, use_threads=False)
+        table = _row_groups(self, int(first), int(last))
         return _all_columns(table.slice(run.first - before, run.rows))
+
+    def read_groups(self, first: int, last: int) -> pa.Table:
+        """The row groups from one to another."""
+        groups = range(first, last + 1)
+        return self._file.read_row_groups(groups, columns=self._columns, use_threads=False)
 
 
 def _all_columns(table: pa.Table) -> pa.Table:
@@ -146,6 +152,11 @@ def _all_columns(table: pa.Table) -> pa.Table:
         table.column(f.name) if f.name in have else pa.nulls(table.num_rows, f.type) for f in TABLE_SCHEMA
     ]
     return pa.Table.from_arrays(columns, schema=TABLE_SCHEMA)
+
+
+@lru_cache(maxsize=KEPT_READ)
+def _row_groups(file: _OpenFile, first: int, last: int) -> pa.Table:
+    return file.read_groups(first, last)
 
 
 @lru_cache(maxsize=KEPT_OPEN)

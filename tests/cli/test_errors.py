@@ -30,7 +30,13 @@ from tests.fakes.processes.warm import run_warm
 from rollbook import store as rb
 from rollbook.cli.errors import PATIENCE_S, foreseen, run
 from rollbook.store import Event
-from rollbook.store.errors import CorruptionError, EngineLostError, ProxyLostError, RankLostError
+from rollbook.store.errors import (
+    CorruptionError,
+    EngineLostError,
+    ProxyLostError,
+    RankLostError,
+    WorkerLostError,
+)
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.settings import AppendSettings, SealSettings
@@ -92,7 +98,7 @@ def test_what_was_foreseen(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", [RankLostError, EngineLostError, ProxyLostError])
+@pytest.mark.parametrize("kind", [RankLostError, EngineLostError, ProxyLostError, WorkerLostError])
 def test_what_was_lost(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 75, by which whoever started the command knows that another start may mend it."""
     assert _ends(kind("it does not answer")) == 75

@@ -18,7 +18,7 @@ from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.events import PreferenceAdded, RewardAssigned, RunOpened, StepPlanned
 from rollbook.store.upkeep.erase import erase_trajectory
-from rollbook.train.reward_scores import RewardClassifier
+from rollbook.train.reward_scores import RewardClassifier, RewardModel
 
 Cli = Callable[..., tuple[int, str, str]]
 GOOD, BAD = 60, 20
@@ -120,7 +120,8 @@ def test_a_checkpoint_of_shards_scores_the_same(cli: Cli, store: Store) -> None:
 
 def test_padding_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths of many lengths have the scores that each has alone, in one forward pass or in several."""
-    model = RewardClassifier(store.path / "checkpoints/demo/uncertain/v00000008", "cpu")
+    folder = store.path / "checkpoints/demo/uncertain/v00000008"
+    model = RewardClassifier(RewardModel.of(folder), "cpu")
     paths = [np.arange(1, 1 + length, dtype=np.int32) for length in (30, 2, 17, 2, 9, 1)]
     alone = [score for path in paths for score in model.scores([path])]
     for most in (16384, 40, 1):

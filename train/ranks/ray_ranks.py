@@ -81,12 +81,18 @@ def launch_by_ray(room: Room, count: int) -> tuple[Meeting, FollowerRanks]:
         if room.gpus:
             # Nothing of CUDA was called yet, so that this still counts.
             os.environ[GPUS] = ray.get(_actor(Holder, room, group, 0, undo).gpus.remote(), timeout=60)
-        sent = sent_variables(given_environment()) | {THREADS: str(torch.get_num_threads())}
+        sent = sent_environment()
         choose_interface(host)
         meeting = meet(MeetingPoint(host, 0, new_secret()), leads=True)
         args = (meeting.point, count, sent)
         actors = {rank: _actor(RemoteFollower, room, group, rank, undo, *args) for rank in range(1, count)}
         return meeting, RayRanks(actors, undo.pop_all())
+
+
+def sent_environment() -> dict[str, str]:
+    """The variables of this process that are sent to others that compute the same, and how many threads it
+    has."""
+    return sent_variables(given_environment()) | {THREADS: str(torch.get_num_threads())}
 
 
 def sent_variables(environment: Mapping[str, str]) -> dict[str, str]:

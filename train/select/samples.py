@@ -195,8 +195,8 @@ class Sample:
             "erased": self.erased,
             "tokens": self.tokens.tolist(),
             "loss_mask": self.loss_mask.astype(int).tolist(),
-            "logprobs": [None if np.isnan(p) else float(p) for p in self.logprobs],
-            "policy_versions": [None if v < 0 else int(v) for v in self.versions],
+            "logprobs": [None if p != p else p for p in self.logprobs.tolist()],
+            "policy_versions": [None if v < 0 else v for v in self.versions.tolist()],
             "digest": self.digest(),
         }
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rollbook.store.sql.sandbox import Connection
 
 NO, BAD, UNFORESEEN, AGAIN = 1, 2, 70, 75
-LOST = ("RankLostError", "EngineLostError", "ProxyLostError", "FencedError")
+LOST = ("RankLostError", "EngineLostError", "ProxyLostError", "FencedError", "WorkerLostError")
 """Errors of what was there, and may be again."""
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 TRACEBACK = "ROLLBOOK_TRACEBACK"
@@ -42,9 +42,8 @@ AGAIN_S = 0.05
 EPILOG = (
     "Exit codes: 0 done; 1 the answer is no (a replay differs, a goal was missed); 2 bad input, or a disk, "
     "file or server that refuses, with the remedy in the message; 70 an error that nobody foresaw; 75 a "
-    "proxy, an engine, a rank or a host's lease was lost, and the same command goes on; 130, 143 stopped by "
-    "SIGINT and "
-    "SIGTERM, as which SIGHUP counts; 141 nobody reads the output. "
+    "proxy, an engine, a rank, a worker or a host's lease was lost, and the same command goes on; 130, 143 "
+    "stopped by SIGINT and SIGTERM, as which SIGHUP counts; 141 nobody reads the output. "
     f"{TRACEBACK}=1 in the environment shows the traceback of an error."
 )
 _REMEDIES = {

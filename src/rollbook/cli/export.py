@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollbook.cli.options import AsJson, AsOf, Policy, StoreOption, group_with
+from rollbook.cli.options import AsJson, AsOf, Policy, Ray, RayStore, StoreOption, group_with, ray_workers
 from rollbook.cli.terminal import print_json, say
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def trajectories(
     as_of: AsOf = "head",
     run: Annotated[str | None, typer.Option("--run", help="Only this run.")] = None,
     split: Annotated[str, typer.Option(help="Only this split: train, eval or teacher.")] = "all",
+    ray: Ray = 0,
+    ray_store: RayStore = None,
     json: AsJson = False,
 ) -> None:
     """Write trajectories: Parquet tables, JSONL chats, or a Hugging Face dataset."""
@@ -44,9 +46,18 @@ def trajectories(
     from rollbook.store.interchange.export import export_store
     from rollbook.store.open import open_store
 
-    only = None if split == "all" else split
+    only, workers = None if split == "all" else split, ray_workers(ray, ray_store)
     with of_run(open_store(store), run):
-        done = export_store(store, to, format, as_of=as_of, run=run, split=only, progress=progress)
+        done = export_store(
+            store,
+            to,
+            format,
+            as_of=as_of,
+            run=run,
+            split=only,
+            progress=progress,
+            workers=workers,
+        )
     if json:
         print_json(done)
         return

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from rollbook.store.workers import Workers
 
 STORE_VARIABLE = "ROLLBOOK_STORE"
 StoreOption = Annotated[Path, typer.Option("--store", envvar=STORE_VARIABLE, help="Folder of the store.")]
@@ -55,6 +58,33 @@ TemplateKwargs = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
+Ray = Annotated[
+    int,
+    typer.Option(
+        "--ray",
+        min=0,
+        help="Have so many workers of Ray's cluster do it (RAY_ADDRESS, or one started here); 0: here.",
+    ),
+]
+RayStore = Annotated[
+    Path | None,
+    typer.Option(
+        "--ray-store", help="Folder of the store on the nodes of --ray; default: the path that it has here."
+    ),
+]
+
+
+def ray_workers(count: int, there: Path | None) -> Workers:
+    """The workers that `--ray` asks for.
+
+    Raises:
+        BadParameter: `--ray-store` without them.
+    """
+    from rollbook.store.workers import Workers
+
+    if there is not None and not count:
+        raise typer.BadParameter("says where workers find the store: add --ray N", param_hint="--ray-store")
+    return Workers(count, there)
 
 
 _MARKUP = re.compile(r"\\*\[[a-z#/@][^\[]*?\]")

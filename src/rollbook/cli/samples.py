@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollbook.cli.options import AsJson, AsOf, Run, StoreOption
-from rollbook.cli.terminal import Console, print_json, say, table_of
+from rollbook.cli.options import AsJson, AsOf, Ray, RayStore, Run, StoreOption, ray_workers
+from rollbook.cli.terminal import Console, json_items, print_items, print_json, say, table_of
 from rollbook.transcript.text import visible
 
 if TYPE_CHECKING:
+    from rollbook.store.cut import Cut
+    from rollbook.store.fold.trajectory import Trajectory
     from rollbook.store.log.store import Store
     from rollbook.train.batches.units import Applied
     from rollbook.train.config.files import NamedRecipe
@@ -30,6 +33,8 @@ def samples(
     ] = None,
     as_of: AsOf = "head",
     run: Run = None,
+    ray: Ray = 0,
+    ray_store: RayStore = None,
     json: AsJson = False,
 ) -> None:
     """Print training samples: tokens, loss mask, logprobs, policy versions of each path.
@@ -40,29 +45,54 @@ def samples(
     rollbook samples --store runs --recipe grpo.toml --as-of step:12
     """
     if recipe is not None:
-        if trajectory is not None:
-            raise typer.BadParameter(
-                "goes without --recipe, which is about all of a run", param_hint="--trajectory"
-            )
+        for name, value in (("--trajectory", trajectory), ("--ray", ray or None)):
+            if value is not None:
+                why = "goes without --recipe, which is about all of a run and reads no token"
+                raise typer.BadParameter(why, param_hint=name)
         print_recipe(store, recipe, as_of, run, json)
         return
     from rollbook.cli.runs import cut_of
     from rollbook.store.errors import CutError
     from rollbook.store.open import open_store
-    from rollbook.train.select.samples import all_samples
+    from rollbook.store.workers import made_of_trajectories, sliced, spread, store_there
+
+    workers, log = ray_workers(ray, ray_store), open_store(store)
+    cut = cut_of(log, as_of, run)
+    ids = [*_opened(log, cut, trajectory, run)]
+    if trajectory is not None and not ids:
+        raise CutError(f"no trajectory {trajectory!r} at {as_of!r}; list them: select * from trajectories")
+    there = store_there(log, cut, workers)
+    render: Any = _items if json else _rows
+    with spread(partial(made_of_trajectories, there, render), workers) as results:
+        parts = results(sliced(ids))
+        print_items(parts) if json else _print_table(row for part in parts for row in part)
+
+
+def _opened(log: Store, cut: Cut, named: str | None, run: str | None) -> Iterator[str]:
+    """The ids of trajectories in the order in which they were opened: a run's, or those of a name or id."""
+    from rollbook.store.events import TrajectoryOpened
     from rollbook.transcript.finding import openings_of
 
-    log = open_store(store)
-    cut = cut_of(log, as_of, run)
-    ids = None if trajectory is None else [o.trajectory_id for o in openings_of(log, cut, trajectory)]
-    trajectories = [t for t in log.trajectories(cut, ids).values() if run in (None, t.run)]
-    if trajectory is not None and not trajectories:
-        raise CutError(f"no trajectory {trajectory!r} at {as_of!r}; list them: select * from trajectories")
-    samples = all_samples(trajectories)
-    if json:
-        print_json([sample.as_json() for sample in samples])
+    if named is not None:
+        yield from (o.trajectory_id for o in openings_of(log, cut, named) if run in (None, o.run))
         return
-    _print_table(samples)
+    for event in log.events_of([TrajectoryOpened.KIND], cut):
+        if isinstance(event.record, TrajectoryOpened) and run in (None, event.run):
+            yield event.record.trajectory_id
+
+
+def _items(trajectories: list[Trajectory]) -> str:
+    """The samples of trajectories, as items of a JSON list."""
+    from rollbook.train.select.samples import all_samples
+
+    return json_items([sample.as_json() for sample in all_samples(trajectories)])
+
+
+def _rows(trajectories: list[Trajectory]) -> list[tuple[str, ...]]:
+    """The samples of trajectories, as rows of a table."""
+    from rollbook.train.select.samples import all_samples
+
+    return [_row(sample) for sample in all_samples(trajectories)]
 
 
 def recipe_diff(
@@ -107,25 +137,29 @@ def recipe_diff(
     Console().print(table)
 
 
-def _print_table(samples: list[Sample]) -> None:
+def _print_table(rows: Iterable[tuple[str, ...]]) -> None:
     numbers = (">turns", ">tokens", ">trained", ">versions", ">logprob", ">reward")
     table = table_of("trajectory", "split", "group", *numbers)
-    for s in samples:
-        versions = s.versions[s.versions >= 0]
-        span = f"{versions.min()}..{versions.max()}" if versions.size else ""
-        total = float(s.logprobs.sum())
-        table.add_row(
-            s.name,
-            s.split,
-            s.group or "",
-            str(len(s.turn_ids)),
-            str(len(s)),
-            str(int(s.loss_mask.sum())),
-            span,
-            "" if total != total else f"{total:.3f}",
-            "" if s.reward is None else f"{s.reward:g}",
-        )
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)
+
+
+def _row(s: Sample) -> tuple[str, ...]:
+    versions = s.versions[s.versions >= 0]
+    span = f"{versions.min()}..{versions.max()}" if versions.size else ""
+    total = float(s.logprobs.sum())
+    return (
+        s.name,
+        s.split,
+        s.group or "",
+        str(len(s.turn_ids)),
+        str(len(s)),
+        str(int(s.loss_mask.sum())),
+        span,
+        "" if total != total else f"{total:.3f}",
+        "" if s.reward is None else f"{s.reward:g}",
+    )
 
 
 SHOWN = 20

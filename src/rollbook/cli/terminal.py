@@ -85,6 +85,23 @@ def print_json(value: Any, *, indent: bool = True) -> None:
     print(json_for_terminal(orjson.dumps(value, default=str, option=option)), flush=True)
 
 
+def json_items(values: list[Any]) -> str:
+    """Values as `print_json` has them among the items of a list; empty where there are none."""
+    import orjson
+
+    whole = json_for_terminal(orjson.dumps(values, default=str, option=orjson.OPT_INDENT_2))
+    return whole[2:-2] if values else ""
+
+
+def print_items(parts: Iterable[str]) -> None:
+    """Print a list, of which these are items: as `print_json` would, and as they come."""
+    before = "[\n"
+    for part in filter(None, parts):
+        print(before, part, sep="", end="")
+        before = ",\n"
+    print("[]" if before == "[\n" else "\n]", flush=True)
+
+
 class LogFormatter(logging.Formatter):
     """Log records for people: escaped, without secrets, an exception by its name and text alone."""
 

@@ -8,12 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollbook.cli.options import AsJson, FirstStep, LastStep, Policy, Run, StoreOption, TrustParts
+from rollbook.cli.options import (
+    AsJson,
+    FirstStep,
+    LastStep,
+    Policy,
+    Ray,
+    RayStore,
+    Run,
+    StoreOption,
+    TrustParts,
+    ray_workers,
+)
 from rollbook.cli.terminal import Console, print_json
 
 if TYPE_CHECKING:
     from rollbook.replay.stretch.rebuild import Rebuilt
-    from rollbook.replay.stretch.stretch import Break, VerifiedStep
+    from rollbook.replay.stretch.stretch import Break, StepRange, VerifiedStep
 
 
 def replay_run(
@@ -21,6 +32,8 @@ def replay_run(
     first: FirstStep = None,
     last: LastStep = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes, each from checkpoints of its own.")] = 1,
+    ray: Ray = 0,
+    ray_store: RayStore = None,
     run: Run = None,
     policy: Policy = "actor",
     trust_parts: TrustParts = False,
@@ -42,26 +55,35 @@ def replay_run(
     from rollbook.cli.replay.step import exit_code
     from rollbook.replay.stretch.stretch import history_of, prove_stretch
 
-    log = stores.open(store)
-    history = history_of(log, run, policy)
+    if ray and jobs > 1:
+        raise typer.BadParameter("--jobs are processes here: name one of the two", param_hint="--ray")
+    workers, log = ray_workers(ray, ray_store), stores.open(store)
+    cut = log.head()
+    history = history_of(log, run, policy, cut)
     ends = min(history.steps) if first is None else first, max(history.steps) if last is None else last
     total = sum(ends[0] <= n <= ends[1] for n in history.steps)
     with progress("replaying steps", total, shown=not json) as advance:
-        result = prove_stretch(log, history, *ends, jobs=jobs, trust_parts=trust_parts, done=advance)
-    if json:
+        result = prove_stretch(
+            log, history, *ends, jobs=jobs, workers=workers, cut=cut, trust_parts=trust_parts, done=advance
+        )
+    _show(result, as_json=json)
+    if all(item.replay is None for item in result.steps):
+        raise typer.Exit(2)
+    raise typer.Exit(exit_code(item.replay for item in result.steps) if result.equal else 1)
+
+
+def _show(result: StepRange, *, as_json: bool) -> None:
+    if as_json:
         fields = _described(result.steps, result.broken) | {
             "unbacked": [asdict(item) for item in result.unbacked]
         }
         print_json(fields | {"run": result.run, "equal": result.equal})
-    else:
-        console = Console()
-        show_breaks(console, result.broken)
-        for item in result.unbacked:
-            console.tell(("not backed: ", "bold red"), str(item))
-        _show_steps(console, result.steps)
-    if all(item.replay is None for item in result.steps):
-        raise typer.Exit(2)
-    raise typer.Exit(exit_code(item.replay for item in result.steps) if result.equal else 1)
+        return
+    console = Console()
+    show_breaks(console, result.broken)
+    for item in result.unbacked:
+        console.tell(("not backed: ", "bold red"), str(item))
+    _show_steps(console, result.steps)
 
 
 def replay_weights(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollbook.cli.options import AsJson, StoreOption
+from rollbook.cli.options import AsJson, Ray, StoreOption, ray_workers
 from rollbook.cli.terminal import print_json, say
 
 if TYPE_CHECKING:
-    from rollbook.train.reward_scores import Scoring
+    from rollbook.train.reward_scores import Scored, Scoring
 
 
 def score(
@@ -46,6 +46,7 @@ def score(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU if there is one.")
     ] = "auto",
+    ray: Ray = 0,
     json: AsJson = False,
 ) -> None:
     """Reward finished trajectories by a model: each that has no reward of the source gets one, as an event.
@@ -57,7 +58,7 @@ def score(
     rollbook train grpo.toml --store runs --set recipe.reward_source=judge
     """
     scoring = scoring_of(run, source, splits or [], penalty)
-    run_score(model, store, scoring, lane, calibrated, follow, device, json)
+    run_score(model, store, scoring, lane, calibrated, follow, device, ray, json)
 
 
 def scoring_of(run: str, source: str, splits: list[str], penalty: float) -> Scoring:
@@ -82,6 +83,7 @@ def run_score(
     with_temperature: bool,
     idle_timeout_s: float | None,
     device: str,
+    ray: int,
     as_json: bool,
 ) -> None:
     """Score, and print a summary.
@@ -96,19 +98,32 @@ def run_score(
     from rollbook.engines.hub import model_folder
     from rollbook.store.errors import ConfigError
     from rollbook.store.open import open_store
-    from rollbook.train.reward_scores import RewardClassifier, calibrated, score_run
+    from rollbook.train.reward_scores import RewardModel, calibrated, score_run
 
     log, model = open_store(path), model_folder(model)
     check_run(log, scoring.run, log.head())
     if with_temperature:
         scoring = replace(scoring, temperature=calibrated(log, model))
-    classifier = RewardClassifier(model, device)
-    if scoring.penalty and not classifier.gives_deviations:
+    reward_model = RewardModel.of(model)
+    if scoring.penalty and not reward_model.gives_deviations:
         raise ConfigError(
             f"--penalty {scoring.penalty:g}: {model} gives scores without a standard deviation; train one "
             'with head = "mean_deviation", or leave the option out'
         )
-    done = score_run(log, classifier, scoring, lane=lane, idle_timeout_s=idle_timeout_s, progress=progress)
+    done = score_run(
+        log,
+        reward_model,
+        scoring,
+        lane=lane,
+        idle_timeout_s=idle_timeout_s,
+        progress=progress,
+        device=device,
+        workers=ray_workers(ray, None),
+    )
+    _show(done, scoring, as_json=as_json)
+
+
+def _show(done: Scored, scoring: Scoring, *, as_json: bool) -> None:
     left = {why: count for why, count in done.left_out.items() if count}
     if as_json:
         print_json({"scored": done.scored, "already_there": done.already, "left_out": left})
