@@ -106,6 +106,14 @@ class CatalogSettings(_Section):
     """A SQLAlchemy URL, such as postgresql+psycopg://host/db; default: SQLite beside the log."""
 
 
+class IcebergSettings(_Section):
+    """Tables over sealed units, for other engines."""
+
+    publish: bool = False
+    """Whether Iceberg tables in the catalog's database follow the sealed units; `rollbook store publish` makes
+    them where this is false, too."""
+
+
 class FileSettings(_Section):
     """Who else may use the store's files."""
 
@@ -122,6 +130,7 @@ class StoreSettings(_Section):
     remote: RemoteSettings = RemoteSettings()
     medium: MediumSettings = MediumSettings()
     catalog: CatalogSettings = CatalogSettings()
+    iceberg: IcebergSettings = IcebergSettings()
     files: FileSettings = FileSettings()
 
 
