@@ -110,8 +110,7 @@ class IcebergSettings(_Section):
     """Tables over sealed units, for other engines."""
 
     publish: bool = False
-    """Whether Iceberg tables in the catalog's database follow the sealed units; `rollbook store publish` makes
-    them where this is false, too."""
+    """Iceberg tables in the catalog's database follow the sealed units; by hand: `rollbook store publish`."""
 
 
 class FileSettings(_Section):

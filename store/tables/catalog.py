@@ -172,8 +172,9 @@ def _loaded(catalog: TableCatalog, definition: TableDefinition) -> Table | None:
         logger.warning("%s cannot be read and is made anew: %s", name, error)
         return None
     if (owner := table.properties.get(STORE)) != catalog.log.store_id:
+        whose = f"store {owner}" if owner else "somebody else"
         raise CatalogError(
-            f"catalog {catalog.shown} has a table {name} of {f'store {owner}' if owner else 'somebody else'}: "
+            f"catalog {catalog.shown} has a table {name} of {whose}: "
             "give this store a catalog of its own ([catalog] url in store.toml, or ROLLBOOK_CATALOG_URL)"
         )
     return table

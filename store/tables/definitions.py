@@ -20,6 +20,8 @@ STORE, COLUMNS, FILES = "rollbook.store", "rollbook.columns", "rollbook.files"
 NAME_MAPPING = "schema.name-mapping.default"
 MERGED = 16
 """Manifests are merged when there are so many; each commit adds one or two."""
+MANIFEST_BYTES = 1 << 20
+"""Manifests that are as large are merged no further: some 3,000 files."""
 LISTED = 20
 """Earlier metadata files that a table's metadata names."""
 _LOG_BOUNDS = ("lane", "seq", "kind", "time", "run", "trajectory_id", "turn_id", "policy_version", "step")
@@ -61,9 +63,10 @@ def properties_of(table: TableDefinition, store_id: str, folder: str) -> dict[st
         COLUMNS: ",".join(table.schema.names),
         "write.metadata.path": folder,
         "write.metadata.previous-versions-max": str(LISTED),
-        # Names in old metadata are not followed to be deleted: `leftovers` removes by what lies in the folder.
+        # Names in old metadata are not followed to be deleted: `publish` removes by what lies in the folder.
         "write.metadata.delete-after-commit.enabled": "false",
         "commit.manifest-merge.enabled": "true",
+        "commit.manifest.target-size-bytes": str(MANIFEST_BYTES),
         "commit.manifest.min-count-to-merge": str(MERGED),
         # Another's commit changes what is to be done, so that it has to be found again, not repeated.
         "commit.retry.num-retries": "0",

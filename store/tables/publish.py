@@ -9,6 +9,7 @@ their files are removed.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pyiceberg.exceptions import CommitFailedException
+from pyiceberg.exceptions import CommitFailedException, ValidationException
 from pyiceberg.io.pyarrow import (
     compute_statistics_plan,
     data_file_statistics_from_parquet_metadata,
@@ -97,7 +98,7 @@ def publish_tables(
 
     Args:
         anew: make the tables themselves anew, whatever the catalog has by their names.
-        on_file: called with how many of a table's new files were looked at, and how many there are.
+        on_file: called with how many new files of a commit were looked at, and how many there are.
 
     Raises:
         CatalogError: the catalog cannot be reached or used, or its tables are another store's.
@@ -136,7 +137,7 @@ def _brought_up(
         except _UnreadableError as error:
             logger.warning("%s cannot be read and is made anew: %s", name, error)
             why, anew = error, True
-        except CommitFailedException as error:
+        except (CommitFailedException, ValidationException) as error:
             why, anew = error, False
         except FileNotFoundError as error:  # erasure waits for nobody
             why = error
@@ -152,15 +153,14 @@ def _swapped(
     with lease:  # what is looked at is not removed meanwhile
         wanted = files_of(catalog.folder, definition, [unit for lane in units.values() for unit in lane])
         added, removed = _difference(table, wanted)
-        kept = {path: size for path, size in wanted.items() if path not in set(added)}
-        size = len(added) + 1 if removed else BATCH
-        for start in range(0, len(added) or len(removed), size):
-            part = {path: wanted[path] for path in added[start : start + size]}
-            files = _described(
-                catalog, definition, table, part, lambda n, at=start: on_file(at + n, len(added))
-            )
-            kept |= part
-            _commit(table, files, removed, {FILES: digest_of(kept)})
+        # A swap is one commit. What is only added may come in several.
+        parts = [added] if removed else [added[i : i + BATCH] for i in range(0, len(added), BATCH)]
+        named = {path: size for path, size in wanted.items() if path not in set(added)}
+        for part in parts:
+            sizes = {path: wanted[path] for path in part}
+            named |= sizes
+            files = _described(catalog, definition, table, sizes, on_file)
+            _commit(table, files, removed, {FILES: digest_of(named)})
     _expire(catalog, definition, table)
     return _published(definition, table, len(wanted), len(added), len(removed))
 
@@ -202,8 +202,9 @@ def _difference(table: Table, wanted: Mapping[str, int]) -> tuple[list[str], lis
             raise
         raise _UnreadableError(str(error)) from error
     present = {entry.data_file.file_path: entry.data_file for entry in entries}
+    times = Counter(entry.data_file.file_path for entry in entries)  # another program may have added it again
     # A file that was derived anew may have another size, by which engines find its footer.
-    same = {path for path, file in present.items() if wanted.get(path) == file.file_size_in_bytes}
+    same = {p for p, file in present.items() if wanted.get(p) == file.file_size_in_bytes and times[p] == 1}
     return sorted(wanted.keys() - same), [file for path, file in present.items() if path not in same]
 
 
@@ -212,7 +213,7 @@ def _described(
     definition: TableDefinition,
     table: Table,
     files: Mapping[str, int],
-    on_file: Callable[[int], None],
+    on_file: Callable[[int, int], None],
 ) -> list[DataFile]:
     """Files as a manifest has them, by their footers.
 
@@ -254,7 +255,7 @@ def _described(
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for file in pool.map(describe, files):
             described.append(file)
-            on_file(len(described))
+            on_file(len(described), len(files))
     return described
 
 

@@ -2,9 +2,10 @@
 
 In each lane it removes what an interrupted pass left; seals closed segments, and the last one
 too if its writer is gone; merges small units; builds derived files; notes the units in the
-catalog; removes units that were replaced, and WAL files beyond `keep_wal_bytes`; moves units
-to object storage where `[remote] uri` is set; and has Iceberg tables follow, where they are to. If a pass is interrupted anywhere, the next one
-continues: a unit appears as a whole, and nothing is removed before its replacement is durable.
+catalog; removes units that were replaced, and WAL files beyond `keep_wal_bytes`; and moves units
+to object storage where `[remote] uri` is set. Then Iceberg tables follow the units, if they are
+to (`store.tables`). If a pass is interrupted anywhere, the next one continues: a unit appears as
+a whole, and nothing is removed before its replacement is durable.
 
 Moves sealed units to object storage at `[remote] uri`; unsealed events stay local.
 
