@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +127,16 @@ def find_table(catalog: TableCatalog, definition: TableDefinition, *, anew: bool
     folder = metadata_folders(catalog, definition)[0]
     properties = properties_of(definition, catalog.log.store_id, folder)
     properties[NAME_MAPPING] = pyarrow_to_schema(definition.schema).name_mapping.model_dump_json()
-    table = None if anew else _loaded(catalog, definition) or _recovered(catalog, definition, folder)
+    name = name_of(definition)
+    table = None
+    if not anew:
+        table = _loaded(catalog, name, lambda: catalog.load_table(name)) or _recovered(catalog, name, folder)
     if table is not None and table.properties.get(COLUMNS) == properties[COLUMNS]:
         return _settled(table, properties)
-    _forget(catalog, definition)
+    _forget(catalog, name)
     location = folder.removesuffix("/metadata")
     with storage_explained(catalog, folder):
-        return catalog.create_table(name_of(definition), definition.schema, location, properties=properties)
+        return catalog.create_table(name, definition.schema, location, properties=properties)
 
 
 def name_of(definition: TableDefinition) -> str:
@@ -141,21 +144,20 @@ def name_of(definition: TableDefinition) -> str:
     return f"{NAMESPACE}.{definition.name}"
 
 
-def _forget(catalog: TableCatalog, definition: TableDefinition) -> None:
+def _forget(catalog: TableCatalog, name: str) -> None:
     with contextlib.suppress(NoSuchTableError):
-        catalog.drop_table(name_of(definition))
+        catalog.drop_table(name)
 
 
-def _loaded(catalog: TableCatalog, definition: TableDefinition) -> Table | None:
-    """The table as the catalog has it; None where it has none, or one that is gone.
+def _loaded(catalog: TableCatalog, name: str, load: Callable[[], Table]) -> Table | None:
+    """The table; None where there is none, or where what it is loaded from is gone or damaged.
 
     Raises:
         CatalogError, RemoteError: as `find_table`.
     """
-    name = name_of(definition)
     try:
         with storage_explained(catalog, name):
-            table = catalog.load_table(name)
+            table = load()
     except NoSuchTableError:
         return None
     except OutsideError as error:
@@ -180,18 +182,14 @@ def _loaded(catalog: TableCatalog, definition: TableDefinition) -> Table | None:
     return table
 
 
-def _recovered(catalog: TableCatalog, definition: TableDefinition, folder: str) -> Table | None:
+def _recovered(catalog: TableCatalog, name: str, folder: str) -> Table | None:
     """The table by its newest metadata, where the catalog was lost; None where there is none."""
-    names = [name for name in catalog.files.names_in(folder) if name.endswith(".metadata.json")]
+    names = [file for file in catalog.files.names_in(folder) if file.endswith(".metadata.json")]
     if not names:
         return None
-    newest = max(names, key=lambda name: (len(name), name))
-    _forget(catalog, definition)
-    try:
-        catalog.register_table(name_of(definition), f"{folder}/{newest}")
-    except ValueError:  # it was cut off
-        return None
-    return _loaded(catalog, definition)
+    newest = max(names, key=lambda file: (len(file), file))
+    _forget(catalog, name)
+    return _loaded(catalog, name, lambda: catalog.register_table(name, f"{folder}/{newest}"))
 
 
 def _settled(table: Table, properties: dict[str, str]) -> Table:

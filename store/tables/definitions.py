@@ -18,7 +18,7 @@ NAMESPACE = "rollbook"
 STORE, COLUMNS, FILES = "rollbook.store", "rollbook.columns", "rollbook.files"
 """Properties: of a table the id of its store, and its columns; of a snapshot the digest of its files."""
 NAME_MAPPING = "schema.name-mapping.default"
-MERGED = 16
+MERGED = 8
 """Manifests are merged when there are so many; each commit adds one or two."""
 MANIFEST_BYTES = 1 << 20
 """Manifests that are as large are merged no further: some 3,000 files."""

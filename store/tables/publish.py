@@ -48,8 +48,9 @@ PATIENCE_S = 60.0
 """How long to wait for another process that publishes."""
 BATCH = 1_000
 """Where files are only added, so many to a commit: a first call that is cut short is gone on with."""
-KEPT = 50
-"""Newest snapshots that an expiry keeps; it comes when there are twice as many."""
+KEPT = 20
+"""Newest snapshots that an expiry keeps; it comes when there are twice as many. pyiceberg copies a table's
+metadata, and so all of them, a dozen times a commit."""
 ATTEMPTS = 4
 """How often to look again where another program has changed a table, or a file has gone, meanwhile."""
 AT_ONCE = 8

@@ -78,7 +78,8 @@ def sealed_rows(store: Store, name: str) -> pa.Table:
     if name == "scalars":
         units = [unit for lane in store.lanes() for unit in current_units(store.path, lane)]
         folders = [derived_folder(store.path, unit) for unit in units if unit.dropped_us is None]
-        return pa.concat_tables([pq.read_table(folder / "scalars.3.parquet") for folder in folders])
+        tables = [pq.read_table(folder / "scalars.3.parquet") for folder in folders]
+        return pa.concat_tables([SCALARS_SCHEMA.empty_table(), *tables])
     rows = store.table({lane: unsealed_start(store.path, lane).next_seq for lane in store.lanes()})
     fat = pc.is_in(rows["kind"], pa.array(FAT_KINDS))
     return rows.filter(fat if name == "turns" else pc.invert(fat))
@@ -97,7 +98,10 @@ def bits(name: str, rows: pa.Table) -> list[dict[str, Any]]:
 def _plain(column: pa.ChunkedArray, type_: pa.DataType) -> list[Any]:
     values = column.to_pylist()
     if type_ == pa.list_(pa.float32()):
-        return [None if v is None else _bits_of(row.values, np.int32) for v, row in zip(values, column)]
+        return [
+            None if v is None else _bits_of(row.values, np.int32)
+            for v, row in zip(values, column, strict=True)
+        ]
     if pa.types.is_floating(type_):
         width = np.int32 if pa.types.is_float32(type_) else np.int64
         whole = _bits_of(column.combine_chunks(), width)

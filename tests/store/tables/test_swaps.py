@@ -1,4 +1,4 @@
-"""Whatever changes units, one commit has the tables follow; a kill at any point is mended by the next call."""
+"""Whatever changes units, one commit has tables follow; a kill at any point is mended by the next call."""
 
 from __future__ import annotations
 
@@ -350,8 +350,8 @@ else:
 def test_a_kill_is_mended_by_the_next_call(
     followed: Store, fork_python: Callable[..., subprocess.Popen[str]], at: str, done: int, what: str
 ) -> None:
-    """Between the rewriting of files and the commit, and within and behind the commit of one of the tables: no
-    snapshot names a file that is gone, and the next pass makes all of them equal."""
+    """Between the rewriting of files and the commit, within the commit of one of the tables, and behind it:
+    no current snapshot names a file that is gone, and the next pass makes all of them equal."""
     for i in range(3):
         _seal(followed, f"t{i}")
     if what == "merge":
@@ -412,7 +412,7 @@ def test_another_programs_commit_is_found_and_undone(store: Store, monkeypatch: 
         if once:
             once.clear()
             other = table_of(store, "turns")
-            other.add_files([path for path in planned(table_of(store, "turns"))], check_duplicate_files=False)
+            other.add_files(planned(other), check_duplicate_files=False)
         commit(table, added, removed, about)
 
     monkeypatch.setattr(publish, "_commit", overtaken)
