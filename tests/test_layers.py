@@ -35,6 +35,8 @@ ROOMS = {
     "store": [
         *("events", "redaction", "fold", "wal", "sealed", "medium", "log", "catalog", "hosts", "open", "sql"),
         *("upkeep", "interchange"),
+        *("events", "redaction", "fold", "wal", "sealed", "log", "catalog", "open", "sql"),
+        *("tables", "upkeep", "interchange"),
     ],
     "engines": ["weights", "fleet", "startup_check", "sglang", "embedded"],
     "ingest": [
