@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.fakes.storage.tables import append, odd_events, planned, table_of
 
 from rollbook import store as rb
+from rollbook.bench.cluster_tables import link_unit, link_units, linked
 from rollbook.store import Store
-from rollbook.store.sealed.derived import SCALARS
-from rollbook.store.sealed.unit import Unit, current_units, derived_folder, unit_folder, write_manifest
+from rollbook.store.sealed.unit import current_units
 from rollbook.store.tables import publish
 from rollbook.store.tables.definitions import LISTED, MERGED
 from rollbook.store.tables.publish import publish_tables
 from rollbook.store.upkeep.sealer import Sealer
-from rollbook.store.wal.files import Watermark, lane_folder, write_watermark
 
 
 @pytest.fixture(scope="module")
@@ -32,29 +29,22 @@ def one_once(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 @pytest.fixture
+def store(one_once: Store, tmp_path: Path) -> Store:
+    """A store of that lane, without a unit."""
+    return linked(one_once, tmp_path / "store")
+
+
+@pytest.fixture
 def more_units(one_once: Store, store: Store) -> Callable[[int], None]:
-    """A function that gives the new store so many more units. They hold the same rows, which nobody reads
-    here, under segments of their own."""
-    [first] = current_units(one_once.path, "a")
-    lane_folder(store.path, "a").mkdir()
-    write_watermark(lane_folder(store.path, "a"), Watermark(1, 0, 0))
-    made: list[Unit] = []
+    """A function that gives the store so many more units. They hold the same rows, which nobody reads here,
+    under segments of their own."""
+    made = [0]
 
     def make(count: int) -> None:
-        for number in range(len(made) + 1, len(made) + count + 1):
-            unit = replace(first, segments=(replace(first.segments[0], number=number),))
-            _link(one_once.path, first, store.path, unit)
-            made.append(unit)
+        link_units(one_once, store, range(made[0] + 1, made[0] + count + 1))
+        made[0] += count
 
     return make
-
-
-def _link(source: Path, old: Unit, store: Path, new: Unit) -> None:
-    files: list[tuple[Any, str]] = [(unit_folder, file.name) for file in old.files]
-    for folder_of, name in [*files, (derived_folder, SCALARS)]:
-        folder_of(store, new).mkdir(parents=True, exist_ok=True)
-        os.link(folder_of(source, old) / name, folder_of(store, new) / name)
-    write_manifest(unit_folder(store, new), new)
 
 
 def _metadata(store: Store, name: str = "turns") -> dict[str, int]:
@@ -108,7 +98,7 @@ def test_swaps_alone_merge_manifests_too(store: Store, more_units: Callable[[int
     for round_ in range(MERGED):
         unit = current_units(store.path, "a")[0]
         successor = replace(unit, generation=unit.generation + 1)
-        _link(store.path, unit, store.path, successor)
+        link_unit(store, unit, store, successor)
         [done] = publish_tables(store).tables
         assert (done.added, done.removed) == (1, 1), round_
         table = table_of(store, "turns")
