@@ -27,7 +27,8 @@ def follow(log: Store) -> str | None:
 
         publish_tables(log)
     except ModuleNotFoundError as error:
-        why = f"{error.name} is not installed: pip install 'rollbook[iceberg]'"
+        name = (error.name or "").partition(".")[0]
+        why = f"{name} is not installed: pip install 'rollbook[iceberg]'"
     except (RollbookError, OSError) as error:
         why = str(error)
     else:
