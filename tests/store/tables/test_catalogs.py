@@ -104,6 +104,7 @@ def test_tables_may_be_there_before_the_stores_own(sealed: Store) -> None:
     assert [(t.added, t.removed) for t in publish_tables(sealed).tables] == [(0, 0)] * 3
 
 
+@pytest.mark.more_but("gone")
 @pytest.mark.parametrize("how", ["gone", "broken"])
 def test_a_lost_catalog_finds_the_same_tables(sealed: Store, how: str) -> None:
     """By their newest metadata: their ids and snapshots are those of before."""
@@ -121,6 +122,7 @@ def test_a_lost_catalog_finds_the_same_tables(sealed: Store, how: str) -> None:
     equal(sealed)
 
 
+@pytest.mark.more_but("gone-all", "cut-metadata.json", "cut--m0.avro")
 @pytest.mark.parametrize("what", ["metadata.json", "snap-", "-m0.avro", "all"])
 @pytest.mark.parametrize("how", ["gone", "cut"])
 def test_metadata_that_is_damaged_is_made_anew(sealed: Store, what: str, how: str) -> None:

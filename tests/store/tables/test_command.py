@@ -1,10 +1,8 @@
-"""`rollbook store publish`, what the sealer says of tables, and what either says where they cannot be made."""
+"""`rollbook store publish`, what the sealer says of tables, and what either says where there are none."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -16,7 +14,7 @@ from rollbook.cli.app import app
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError, RemoteError
 from rollbook.store.sealed.unit import current_units, unit_folder
-from rollbook.store.tables import following, publish
+from rollbook.store.tables import following
 from rollbook.store.tables.publish import publish_tables
 from rollbook.store.upkeep.sealer import Sealer, upload_units
 

@@ -169,6 +169,7 @@ def test_sealing_goes_on_without_tables(followed: Store, monkeypatch: pytest.Mon
 # Erased, dropped, derived anew ----------------------------------------------------------------------
 
 
+@pytest.mark.more_but("pyarrow")
 @pytest.mark.parametrize("engine", READERS)
 def test_erasure_swaps_and_an_old_snapshot_fails_loudly(followed: Store, engine: str) -> None:
     """The current snapshot has the rows without the text, an older one names files that are gone."""
@@ -345,6 +346,7 @@ else:
 """
 
 
+@pytest.mark.more_but("before-0-merge", "written-1-erase")
 @pytest.mark.parametrize("what", ["merge", "erase"])
 @pytest.mark.parametrize(("at", "done"), [("before", 0), ("written", 1), ("committed", 2)])
 def test_a_kill_is_mended_by_the_next_call(
