@@ -34,8 +34,6 @@ AT_ROOT = ("store", "ingest", "train", "replay")
 ROOMS = {
     "store": [
         *("events", "redaction", "fold", "wal", "sealed", "medium", "log", "catalog", "hosts", "open", "sql"),
-        *("upkeep", "interchange"),
-        *("events", "redaction", "fold", "wal", "sealed", "log", "catalog", "open", "sql"),
         *("tables", "upkeep", "interchange"),
     ],
     "engines": ["weights", "fleet", "startup_check", "sglang", "embedded"],

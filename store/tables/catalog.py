@@ -23,11 +23,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from rollbook.store.catalog.catalog import Catalog, catalog_url
 from rollbook.store.catalog.database import PATIENCE_S, without_secrets
 from rollbook.store.errors import CatalogError, OutsideError, StoreError
+from rollbook.store.hosts.host import host_name
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.derived import SCALARS
 from rollbook.store.sealed.remote import is_outage, refused, remote_folder
 from rollbook.store.tables.definitions import (
     COLUMNS,
+    FILES,
     NAME_MAPPING,
     NAMESPACE,
     STORE,
@@ -44,11 +46,20 @@ class TableCatalog(SqlCatalog):
 
     Args:
         folder: the store's, without links.
+
+    Attributes:
+        shown: the database's URL, without a password.
+        beside: whether it is a file in the store's folder.
+        several: whether several hosts write the store. Each then publishes the units of its own lanes, once
+            they are in object storage, and leaves those of others in the tables.
+        files_property: of a snapshot, the digest of the files that this host published.
     """
 
     def __init__(self, log: Store, folder: Path, url: URL) -> None:
         self.log = log
         self.folder = folder
+        self.several = log.settings().medium.url is not None
+        self.files_property = f"{FILES}.{host_name(log.path)}" if self.several else FILES
         self.files = StoreFiles({STORE_FOLDER: str(folder)})
         self.shown = without_secrets(url)
         self.beside = url.get_backend_name() == "sqlite" and Path(str(url.database)).is_relative_to(log.path)
@@ -70,12 +81,18 @@ def open_tables(log: Store) -> Iterator[TableCatalog]:
     """Context: the catalog of the store's tables.
 
     Raises:
-        CatalogError: the database cannot be reached or used, or is the catalog of another store.
+        CatalogError: the database cannot be reached or used, or is the catalog of another store, or of one of
+            several hosts alone.
     """
     Catalog.of(log.path).close()  # says so where the database is out of reach, or another store's
     url = catalog_url(log.path)
     try:
         with contextlib.closing(TableCatalog(log, log.path.resolve(), url)) as catalog:
+            if catalog.several and (catalog.beside or log.settings().remote.uri is None):
+                raise CatalogError(
+                    f"{log.path} is one of several hosts ([medium] url), whose tables are in one catalog and "
+                    "name what is in object storage: set [catalog] url to PostgreSQL, and [remote] uri"
+                )
             catalog.create_namespace_if_not_exists(NAMESPACE)
             yield catalog
     except SQLAlchemyError as error:

@@ -32,6 +32,11 @@ _NAMED = (FOLDER, "sealed", "derived")
 """Folders of a store that its tables name files of."""
 
 
+def lane_of(path: str) -> str:
+    """The lane of a file of a unit, or derived from one, by its address."""
+    return path.rsplit("/", 3)[1]
+
+
 def files_of(store: Path, table: TableDefinition, units: Sequence[Unit]) -> dict[str, int]:
     """The files of these units that a table names, each with its bytes. Missing scalars are derived.
 

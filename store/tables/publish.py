@@ -30,6 +30,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rollbook.store.errors import CatalogError, CorruptionError
 from rollbook.store.log.store import Store
+from rollbook.store.sealed.derived import SCALARS
 from rollbook.store.sealed.leases import lease_units
 from rollbook.store.sealed.unit import Unit, current_units
 from rollbook.store.tables.catalog import (
@@ -41,7 +42,7 @@ from rollbook.store.tables.catalog import (
     storage_explained,
 )
 from rollbook.store.tables.definitions import FILES, MERGED, TABLES, TableDefinition, digest_of
-from rollbook.store.tables.files import files_of
+from rollbook.store.tables.files import files_of, lane_of
 
 CLAIM = "publishing tables"
 PATIENCE_S = 60.0
@@ -108,8 +109,10 @@ def publish_tables(
         LaneLockedError: another process has been publishing for too long.
     """
     with log.claim(CLAIM, "try again when it is done", PATIENCE_S), open_tables(log) as catalog:
-        units = [unit for lane in log.lanes() for unit in current_units(catalog.folder, lane)]
-        tables = [_brought_up(catalog, definition, units, anew, on_file) for definition in TABLES]
+        # Scalars stay on the host of their units, so that those of several are no table.
+        definitions = [table for table in TABLES if not (catalog.several and table.file == SCALARS)]
+        units = [unit for lane in log.own_lanes() for unit in current_units(catalog.folder, lane)]
+        tables = [_brought_up(catalog, definition, units, anew, on_file) for definition in definitions]
         return PublishReport(catalog.shown, tuple(tables))
 
 
@@ -131,9 +134,9 @@ def _brought_up(
         try:
             with storage_explained(catalog, name):
                 table = find_table(catalog, definition, anew=anew)
-                wanted = files_of(catalog.folder, definition, units)
-                if _digest(table) == digest_of(wanted):
-                    return _published(definition, table, len(wanted), 0, 0)
+                wanted = _wanted(catalog, definition, units)
+                if _digest(catalog, table) == digest_of(wanted):
+                    return _published(definition, table, 0, 0)
                 return _swapped(catalog, definition, table, on_file)
         except _UnreadableError as error:
             logger.warning("%s cannot be read and is made anew: %s", name, error)
@@ -150,10 +153,11 @@ def _brought_up(
 def _swapped(
     catalog: TableCatalog, definition: TableDefinition, table: Table, on_file: Callable[[int, int], None]
 ) -> TablePublished:
-    units, lease = lease_units(catalog.folder, catalog.log.lanes())
+    lanes = catalog.log.own_lanes()
+    units, lease = lease_units(catalog.folder, lanes)
     with lease:  # what is looked at is not removed meanwhile
-        wanted = files_of(catalog.folder, definition, [unit for lane in units.values() for unit in lane])
-        added, removed = _difference(table, wanted)
+        wanted = _wanted(catalog, definition, [unit for lane in lanes for unit in units[lane]])
+        added, removed = _difference(catalog, table, wanted)
         # A swap is one commit. What is only added may come in several.
         parts = [added] if removed else [added[i : i + BATCH] for i in range(0, len(added), BATCH)]
         named = {path: size for path, size in wanted.items() if path not in set(added)}
@@ -161,16 +165,24 @@ def _swapped(
             sizes = {path: wanted[path] for path in part}
             named |= sizes
             files = _described(catalog, definition, table, sizes, on_file)
-            _commit(table, files, removed, {FILES: digest_of(named)})
+            of_others = {
+                k: v for k, v in _properties(table.current_snapshot()).items() if k.startswith(FILES)
+            }
+            _commit(table, files, removed, of_others | {catalog.files_property: digest_of(named)})
     _expire(catalog, definition, table)
-    return _published(definition, table, len(wanted), len(added), len(removed))
+    return _published(definition, table, len(added), len(removed))
 
 
-def _published(
-    definition: TableDefinition, table: Table, files: int, added: int, removed: int
-) -> TablePublished:
+def _wanted(catalog: TableCatalog, definition: TableDefinition, units: Sequence[Unit]) -> dict[str, int]:
+    """The files that the table is to have of these units; other hosts read no file of this one's disk."""
+    readable = [unit for unit in units if unit.remote is not None or not catalog.several]
+    return files_of(catalog.folder, definition, readable)
+
+
+def _published(definition: TableDefinition, table: Table, added: int, removed: int) -> TablePublished:
     snapshot = table.current_snapshot()
-    rows = int(_properties(snapshot).get("total-records", 0))
+    counts = _properties(snapshot)
+    files, rows = (int(counts.get(f"total-{what}", 0)) for what in ("data-files", "records"))
     number = None if snapshot is None else snapshot.snapshot_id
     return TablePublished(name_of(definition), number, files, rows, added, removed, table.metadata_location)
 
@@ -179,13 +191,17 @@ def _properties(snapshot: Snapshot | None) -> Mapping[str, str]:
     return {} if snapshot is None or snapshot.summary is None else snapshot.summary.additional_properties
 
 
-def _digest(table: Table) -> str:
-    """Digest of the files of a table, which has none where nothing was published."""
-    snapshot = table.current_snapshot()
-    return digest_of({}) if snapshot is None else _properties(snapshot).get(FILES, "")
+def _digest(catalog: TableCatalog, table: Table) -> str:
+    """Digest of the files that this host published in a table."""
+    snapshot, nothing = table.current_snapshot(), digest_of({})
+    if snapshot is None:
+        return nothing
+    return _properties(snapshot).get(catalog.files_property, nothing if catalog.several else "")
 
 
-def _difference(table: Table, wanted: Mapping[str, int]) -> tuple[list[str], list[DataFile]]:
+def _difference(
+    catalog: TableCatalog, table: Table, wanted: Mapping[str, int]
+) -> tuple[list[str], list[DataFile]]:
     """Paths of the files that the table lacks, and the files that it is not to have.
 
     Raises:
@@ -202,6 +218,9 @@ def _difference(table: Table, wanted: Mapping[str, int]) -> tuple[list[str], lis
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise
         raise _UnreadableError(str(error)) from error
+    if catalog.several:  # those of other lanes are another host's
+        own = set(catalog.log.own_lanes())
+        entries = [entry for entry in entries if lane_of(entry.data_file.file_path) in own]
     present = {entry.data_file.file_path: entry.data_file for entry in entries}
     times = Counter(entry.data_file.file_path for entry in entries)  # another program may have added it again
     # A file that was derived anew may have another size, by which engines find its footer.

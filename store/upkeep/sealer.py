@@ -247,7 +247,7 @@ class Sealer:
         """Have tables follow the units, where they are to; asked again at the next pass if that fails."""
         if not self._store.settings().iceberg.publish:
             return
-        units = {lane: current_units(self._store.path, lane) for lane in self._store.lanes()}
+        units = {lane: current_units(self._store.path, lane) for lane in self._store.own_lanes()}
         if units != self._published:
             self._on_step("tables", "publishing")
             self._unpublished = follow(self._store)

@@ -74,13 +74,13 @@ def planned(table: Table) -> list[str]:
 
 
 def sealed_rows(store: Store, name: str) -> pa.Table:
-    """What the table of that name is to hold, by our own reader."""
+    """What the table of that name is to hold of this host's lanes, by our own reader."""
     if name == "scalars":
-        units = [unit for lane in store.lanes() for unit in current_units(store.path, lane)]
+        units = [unit for lane in store.own_lanes() for unit in current_units(store.path, lane)]
         folders = [derived_folder(store.path, unit) for unit in units if unit.dropped_us is None]
         tables = [pq.read_table(folder / "scalars.3.parquet") for folder in folders]
         return pa.concat_tables([SCALARS_SCHEMA.empty_table(), *tables])
-    rows = store.table({lane: unsealed_start(store.path, lane).next_seq for lane in store.lanes()})
+    rows = store.table({lane: unsealed_start(store.path, lane).next_seq for lane in store.own_lanes()})
     fat = pc.is_in(rows["kind"], pa.array(FAT_KINDS))
     return rows.filter(fat if name == "turns" else pc.invert(fat))
 
