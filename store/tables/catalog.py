@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from rollbook.store.catalog.catalog import Catalog, catalog_url
 from rollbook.store.catalog.database import PATIENCE_S, without_secrets
-from rollbook.store.errors import CatalogError, OutsideError, StoreError
+from rollbook.store.errors import CatalogError, ConfigError, OutsideError, StoreError
 from rollbook.store.hosts.host import host_name
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.derived import SCALARS
@@ -121,6 +121,14 @@ def storage_explained(catalog: TableCatalog, what: str) -> Iterator[None]:
         raise
 
 
+def is_damage(error: Exception) -> bool:
+    """Whether reading a table's metadata failed because that is gone or damaged, of which pyiceberg raises
+    whatever it stumbles over; and not because a database, a disk or a service did not answer."""
+    if isinstance(error, FileNotFoundError | OutsideError):
+        return True
+    return not isinstance(error, OSError | StoreError | ConfigError | SQLAlchemyError)
+
+
 def metadata_folders(catalog: TableCatalog, definition: TableDefinition) -> list[str]:
     """Where a table's metadata is kept, and behind that where it may have been: object storage once its
     files go there, the store's folder before. Scalars always stay here."""
@@ -185,9 +193,9 @@ def _loaded(catalog: TableCatalog, name: str, load: Callable[[], Table]) -> Tabl
             f"moved ({error}): if these are the files that count, run `rollbook store publish --anew`; "
             "otherwise give this copy a catalog of its own ([catalog] url in store.toml)"
         ) from error
-    except (StoreError, PermissionError):
-        raise
-    except Exception as error:  # of damaged metadata pyiceberg raises whatever it stumbles over
+    except Exception as error:
+        if not is_damage(error):
+            raise
         logger.warning("%s cannot be read and is made anew: %s", name, error)
         return None
     if (owner := table.properties.get(STORE)) != catalog.log.store_id:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from rollbook.store.errors import RollbookError
 from rollbook.store.log.store import Store
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ def follow(log: Store) -> str | None:
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         why = f"{name} is not installed: pip install 'rollbook[iceberg]'"
-    except (RollbookError, OSError) as error:
+    except Exception as error:  # pyiceberg's have no base of their own
         why = str(error)
     else:
         return None

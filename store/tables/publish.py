@@ -26,7 +26,6 @@ from pyiceberg.io.pyarrow import (
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
-from sqlalchemy.exc import SQLAlchemyError
 
 from rollbook.store.errors import CatalogError, CorruptionError
 from rollbook.store.log.store import Store
@@ -36,6 +35,7 @@ from rollbook.store.sealed.unit import Unit, current_units
 from rollbook.store.tables.catalog import (
     TableCatalog,
     find_table,
+    is_damage,
     metadata_folders,
     name_of,
     open_tables,
@@ -212,10 +212,8 @@ def _difference(
         return sorted(wanted), []
     try:
         entries = [e for m in snapshot.manifests(table.io) for e in m.fetch_manifest_entry(table.io)]
-    except (PermissionError, SQLAlchemyError):
-        raise
-    except Exception as error:  # of damaged files pyiceberg raises whatever it stumbles over
-        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+    except Exception as error:
+        if not is_damage(error):
             raise
         raise _UnreadableError(str(error)) from error
     if catalog.several:  # those of other lanes are another host's

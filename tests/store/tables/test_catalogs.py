@@ -14,6 +14,7 @@ import orjson
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from sqlalchemy import URL, create_engine, inspect
+from sqlalchemy.exc import OperationalError
 from tests.fakes.processes.postgresql import DATABASE, EMPTY, Server
 from tests.fakes.storage.tables import NAMES, append, equal, odd_events, planned, table_of
 
@@ -23,6 +24,7 @@ from rollbook.store.catalog import Catalog
 from rollbook.store.catalog.catalog import catalog_url
 from rollbook.store.catalog.rebuild import rebuild_catalog
 from rollbook.store.errors import CatalogError, OutsideError
+from rollbook.store.tables.catalog import TableCatalog
 from rollbook.store.tables.files import STORE_FOLDER, StoreFiles
 from rollbook.store.tables.publish import publish_tables
 from rollbook.store.upkeep.sealer import Sealer
@@ -195,6 +197,27 @@ def test_a_catalog_out_of_reach_is_named(sealed: Store, monkeypatch: pytest.Monk
     monkeypatch.setenv("ROLLBOOK_CATALOG_URL", "postgresql+psycopg://127.0.0.1:1/none")
     with pytest.raises(CatalogError, match=r"127\.0\.0\.1:1/none: .*see that it can be reached"):
         publish_tables(sealed)
+
+
+@pytest.mark.parametrize(
+    "error", [OperationalError("select", {}, Exception("locked")), OSError(24, "EMFILE")]
+)
+def test_what_does_not_answer_is_not_made_anew(
+    sealed: Store, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A database that is locked, a process that is short of descriptors: the tables stay as they are."""
+    publish_tables(sealed)
+    uuids = _uuids(sealed)
+
+    def fail(self: Any, name: str) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableCatalog, "load_table", fail)
+        with pytest.raises((CatalogError, OSError), match=r"locked: see that|EMFILE"):
+            publish_tables(sealed)
+    publish_tables(sealed)
+    assert _uuids(sealed) == uuids
 
 
 # A stranger's store -------------------------------------------------------------------------------
