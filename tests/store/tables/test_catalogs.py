@@ -230,8 +230,12 @@ def _rewrite(store: Store, name: str, change: Callable[[Any], None]) -> None:
     path.write_bytes(orjson.dumps(metadata))
 
 
-def test_properties_of_a_strangers_table_are_not_followed(sealed: Store, tmp_path: Path) -> None:
+def test_properties_of_a_strangers_table_are_not_followed(
+    sealed: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They could name code to import, files to remove, and folders to write to."""
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
     publish_tables(sealed)
     _more(sealed, "t2")
     mine = tmp_path / "mine.json"
@@ -239,8 +243,8 @@ def test_properties_of_a_strangers_table_are_not_followed(sealed: Store, tmp_pat
 
     def poison(metadata: Any) -> None:
         metadata["properties"] |= {
-            "py-io-impl": "no.such.Module",
-            "write.py-location-provider.impl": "no.such.Provider",
+            "py-io-impl": "planted.Files",
+            "write.py-location-provider.impl": "planted.Provider",
             "write.metadata.path": str(tmp_path / "outside"),
             "write.metadata.delete-after-commit.enabled": "true",
             "write.metadata.previous-versions-max": "1",
@@ -251,6 +255,7 @@ def test_properties_of_a_strangers_table_are_not_followed(sealed: Store, tmp_pat
     publish_tables(sealed)
     assert mine.read_text() == "precious"
     assert not (tmp_path / "outside").exists()
+    assert not (tmp_path / "imported").exists()
     table = table_of(sealed, "turns")
     assert not {"py-io-impl", "write.py-location-provider.impl"} & table.properties.keys()
     equal(sealed)
