@@ -60,7 +60,7 @@ test-hostile: $(STAMP)  ## every attack beside honest clients, hostile model fol
 test-bench: $(STAMP)  ## that the benchmarks measure what they say
 	$(PYTEST) -m "not service" tests/bench
 
-test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/browser_use/.installed $(CLIENTS)/openenv/.installed  ## real client libraries against the proxy
+test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/browser_use/.installed $(CLIENTS)/openenv/.installed $(CLIENTS)/daft/.installed  ## real client libraries against the proxy
 	$(BIN)/pytest tests/clients --numprocesses auto --maxprocesses 4
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package-lock.json | $(UV_HOME)/$(UV_VERSION)

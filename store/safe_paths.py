@@ -36,7 +36,10 @@ from pathlib import Path, PurePosixPath
 from rollbook.store.errors import OutsideError
 from rollbook.store.external_access import allows_folder, remedy
 
-OURS = ("lanes", "sealed", "derived", "leases", "claims", "checkpoints", "idle", "service", "tensorboard")
+OURS = (
+    *("lanes", "sealed", "derived", "leases", "claims", "checkpoints", "idle", "service", "tensorboard"),
+    "iceberg",
+)
 """Folders of a store that are looked through. What else lies beside them is looked at, but not into."""
 SMALL = 1 << 20
 """Bytes beyond which a small file (a marker, settings, a note) is none of ours."""

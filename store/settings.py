@@ -109,6 +109,13 @@ class CatalogSettings(_Section):
     """A SQLAlchemy URL, such as postgresql+psycopg://host/db; default: SQLite beside the log."""
 
 
+class IcebergSettings(_Section):
+    """Tables over sealed units, for other engines."""
+
+    publish: bool = False
+    """Iceberg tables in the catalog's database follow the sealed units; by hand: `rollbook store publish`."""
+
+
 class FileSettings(_Section):
     """Who else may use the store's files."""
 
@@ -125,6 +132,7 @@ class StoreSettings(_Section):
     remote: RemoteSettings = RemoteSettings()
     medium: MediumSettings = MediumSettings()
     catalog: CatalogSettings = CatalogSettings()
+    iceberg: IcebergSettings = IcebergSettings()
     files: FileSettings = FileSettings()
 
 

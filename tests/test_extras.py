@@ -48,6 +48,7 @@ NEEDED = {
     "plot --store store -o x.png": "plot",
     "plot --store store --tensorboard tb": "train",
     "rollout r.toml": "ray",
+    "store publish --store store": "iceberg",
 }
 """Command -> its extra."""
 BY_THEMSELVES = (

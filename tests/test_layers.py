@@ -34,7 +34,7 @@ AT_ROOT = ("store", "ingest", "train", "replay")
 ROOMS = {
     "store": [
         *("events", "redaction", "fold", "wal", "sealed", "medium", "log", "catalog", "hosts", "open"),
-        *("workers", "sql", "upkeep", "interchange"),
+        *("workers", "sql", "tables", "upkeep", "interchange"),
     ],
     "engines": ["weights", "fleet", "startup_check", "sglang", "embedded"],
     "ingest": [

@@ -11,7 +11,7 @@ from pyarrow import fs
 
 from rollbook.store.hosts.replica import Replica
 from rollbook.store.permissions import make_folder
-from rollbook.store.sealed.remote import explained, remote_place
+from rollbook.store.sealed.remote import explained, remote_folder, remote_place
 from rollbook.store.sealed.unit import (
     MANIFEST,
     UNIT_NAME,
@@ -55,7 +55,7 @@ def refresh_units(store: Path, store_id: str, replica: Replica) -> None:
     if settings.remote.uri is None:
         replica.units = []
         return
-    base = f"{settings.remote.uri.rstrip('/')}/{store_id}/sealed/{lane}"
+    base = f"{remote_folder(settings.remote.uri, store_id)}/sealed/{lane}"
     with explained(base, settings.remote):
         system, path = remote_place(base, settings.remote)
         wanted = _listed(system, path) if replica.units is None else replica.units

@@ -20,6 +20,7 @@ import pyarrow as pa
 from rollbook.store.ids import new_id
 from rollbook.store.permissions import make_empty, make_folder
 from rollbook.store.sealed import projections
+from rollbook.store.sealed.field_ids import SCALARS_IDS
 from rollbook.store.sealed.names import NAMES, names_of
 from rollbook.store.sealed.parquet import read_file, row_group_ends
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
@@ -73,7 +74,7 @@ def build_derived(store: Path, unit: Unit) -> list[str]:
             elif name == KINDS:
                 _write(_kinds(tables[MARKS]["kind"], row_group_ends(store, unit, MARKS)), temporary)
             else:
-                _copy(database, _queries()[name], temporary)
+                _copy(database, _queries()[name], temporary, SCALARS_IDS if name == SCALARS else {})
             os.replace(temporary, folder / name)
     return missing
 
@@ -98,9 +99,12 @@ def _queries() -> dict[str, str]:
     }
 
 
-def _copy(database: duckdb.DuckDBPyConnection, query: str, path: Path) -> None:
+def _copy(database: duckdb.DuckDBPyConnection, query: str, path: Path, ids: Mapping[str, int]) -> None:
     quoted = str(path).replace("'", "''")
-    database.execute(f"COPY ({query}) TO '{quoted}' (FORMAT parquet, COMPRESSION zstd, USE_TMP_FILE false)")
+    options = "FORMAT parquet, COMPRESSION zstd, USE_TMP_FILE false"
+    if ids:
+        options += f", FIELD_IDS {{{', '.join(f'{name}: {number}' for name, number in ids.items())}}}"
+    database.execute(f"COPY ({query}) TO '{quoted}' ({options})")
 
 
 def locations(ids: Mapping[str, pa.ChunkedArray]) -> pa.Table:

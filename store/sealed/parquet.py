@@ -24,6 +24,7 @@ from rollbook.store.events.codec import conform
 from rollbook.store.events.event import kinds_where
 from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.permissions import make_empty
+from rollbook.store.sealed.field_ids import COLUMN_IDS, numbered
 from rollbook.store.sealed.remote import is_outage, place, refused
 from rollbook.store.sealed.unit import MARKS, TURNS, SealedFile, SealedSegment, Unit
 from rollbook.store.settings import SealSettings, read_settings
@@ -62,7 +63,7 @@ def write_file(path: Path, table: pa.Table, settings: SealSettings) -> SealedFil
     rows = settings.row_group if path.name == TURNS else MARKS_ROW_GROUP
     with pq.ParquetWriter(
         make_empty(path),
-        TABLE_SCHEMA,
+        numbered(TABLE_SCHEMA, COLUMN_IDS),
         compression="zstd",
         compression_level=settings.compression_level,
         use_dictionary=_FEW_VALUES,

@@ -39,6 +39,11 @@ UPLOADING = "UPLOADING"
 """File in a unit's folder with the address to which its files are being uploaded."""
 
 
+def remote_folder(uri: str, store_id: str) -> str:
+    """Address of a store in object storage."""
+    return f"{uri.rstrip('/')}/{store_id}"
+
+
 def place(store: Path, unit: Unit) -> tuple[fs.FileSystem, str]:
     """The file system of a unit's files, and the folder in it.
 

@@ -17,6 +17,7 @@ from rollbook.store.log.consumer import RUN
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.leases import leased, removing
 from rollbook.store.sealed.unit import Unit, current_units, unit_folder, write_manifest
+from rollbook.store.tables.following import follow_or_warn
 from rollbook.store.upkeep.claim import UPKEEP_LANE, claim_upkeep, remove_derived, remove_files, remove_wal
 from rollbook.store.upkeep.compact import remove_superseded
 from rollbook.store.upkeep.retention_policy import LanePart, decide, parse_keep, scan
@@ -84,6 +85,7 @@ def retain(log: Store, keep: str, *, dry_run: bool = False) -> RetainReport:
             for place, reasons in zip(facts.places, why, strict=True):
                 if not reasons and not _mark_dropped(log, _unit(place)):
                     reasons.append("a reader has just opened it; the next run drops it")
+            follow_or_warn(log)  # before the files go that it names
             _remove_dropped(log)
         units = [_verdict(p, w) for p, w in zip(facts.places, why, strict=True) if p.unit is not None]
     return RetainReport(keep, dry_run, tuple(units))

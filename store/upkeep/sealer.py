@@ -3,8 +3,9 @@
 In each lane it removes what an interrupted pass left; seals closed segments, and the last one
 too if its writer is gone; merges small units; builds derived files; notes the units in the
 catalog; removes units that were replaced, and WAL files beyond `keep_wal_bytes`; and moves units
-to object storage where `[remote] uri` is set. If a pass is interrupted anywhere, the next one
-continues: a unit appears as a whole, and nothing is removed before its replacement is durable.
+to object storage where `[remote] uri` is set. Then Iceberg tables follow the units, if they are
+to (`store.tables`). If a pass is interrupted anywhere, the next one continues: a unit appears as
+a whole, and nothing is removed before its replacement is durable.
 
 Moves sealed units to object storage at `[remote] uri`; unsealed events stay local.
 
@@ -39,7 +40,14 @@ from rollbook.store.permissions import make_empty
 from rollbook.store.safe_paths import fsync_folder, read_small
 from rollbook.store.sealed.leases import removing
 from rollbook.store.sealed.parquet import sha256_of
-from rollbook.store.sealed.remote import UPLOADING, explained, put, remote_place, remove_remote_files
+from rollbook.store.sealed.remote import (
+    UPLOADING,
+    explained,
+    put,
+    remote_folder,
+    remote_place,
+    remove_remote_files,
+)
 from rollbook.store.sealed.seal import remove_leftovers, remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import (
     MANIFEST,
@@ -57,6 +65,7 @@ from rollbook.store.sealed.unit import (
     write_manifest,
 )
 from rollbook.store.settings import RemoteSettings, SealSettings
+from rollbook.store.tables.following import follow, follow_or_warn
 from rollbook.store.upkeep.claim import CLAIM, claim_upkeep
 from rollbook.store.upkeep.compact import GONE, compact, remove_superseded
 from rollbook.store.upkeep.elsewhere import Orders
@@ -96,10 +105,16 @@ class LaneSealed:
 
 @dataclass(frozen=True, slots=True)
 class SealReport:
-    """What a pass did, lane by lane, and the seconds it took."""
+    """What a pass did, lane by lane, and the seconds it took.
+
+    Attributes:
+        unpublished: why tables that are to follow the units do not (`store.tables`); None: they do, or are
+            not to.
+    """
 
     lanes: tuple[LaneSealed, ...]
     seconds: float
+    unpublished: str | None = None
 
     @property
     def idle(self) -> bool:
@@ -132,6 +147,8 @@ class Sealer:
         self._derived: set[tuple[str, str]] = set()
         self._noted: dict[str, list[Unit]] = {}
         self._orders = Orders(store)
+        self._published: dict[str, list[Unit]] | None = None
+        self._unpublished: str | None = None
 
     def run_once(self, patience_s: float = 0.0) -> SealReport:
         """One pass over every lane. Damage in one lane stops no other.
@@ -153,7 +170,8 @@ class Sealer:
                 lanes.append(self._lane(lane, settings))
             if not self._stop.is_set():
                 self._for_others()
-        return SealReport(tuple(lanes), time.monotonic() - begun)
+            self._publish()
+        return SealReport(tuple(lanes), time.monotonic() - begun, self._unpublished)
 
     def _for_others(self) -> None:
         """Carry out what other hosts ordered, and let chunks go that sealed units replace."""
@@ -190,6 +208,8 @@ class Sealer:
         units = current_units(store, lane)
         self._derive(lane, units)
         self._tell_catalog(lane, units)
+        if tally.merged:
+            self._publish()  # before their files go
         tally.removed += remove_superseded(store, lane)
         check_files(store, units)
         tally.wal_files = len(remove_sealed_wal(store, lane, units, settings.keep_wal_bytes))
@@ -234,6 +254,16 @@ class Sealer:
                 return
             except Exception as error:  # derived files only speed queries up, so any error is only logged
                 logger.warning("nothing is derived from unit %s of lane %s: %s", unit.name, lane, error)
+
+    def _publish(self) -> None:
+        """Have tables follow the units, where they are to; asked again at the next pass if that fails."""
+        if not self._store.settings().iceberg.publish:
+            return
+        units = {lane: current_units(self._store.path, lane) for lane in self._store.own_lanes()}
+        if units != self._published:
+            self._on_step("tables", "publishing")
+            self._unpublished = follow(self._store)
+            self._published = units if self._unpublished is None else None
 
     def _tell_catalog(self, lane: str, units: list[Unit]) -> None:
         if self._noted.get(lane) == units:
@@ -303,11 +333,6 @@ class UploadReport:
     kept: list[str] = field(default_factory=list)
 
 
-def remote_folder(uri: str, store_id: str) -> str:
-    """Address of a store in object storage."""
-    return f"{uri.rstrip('/')}/{store_id}"
-
-
 def upload_units(log: Store, on_unit: Callable[[str, int], None] = lambda name, size: None) -> UploadReport:
     """Move every sealed unit of the store, lane by lane.
 
@@ -329,6 +354,7 @@ def upload_units(log: Store, on_unit: Callable[[str, int], None] = lambda name, 
     with claim_upkeep(log):
         for lane in log.own_lanes():
             upload_lane(log, lane, report, on_unit=on_unit)
+        follow_or_warn(log)
     return report
 
 

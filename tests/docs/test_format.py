@@ -29,6 +29,7 @@ from rollbook.store.interchange import bundle
 from rollbook.store.interchange.bundle import Bundle, Member
 from rollbook.store.marker import FORMAT_VERSION
 from rollbook.store.sealed.derived import DERIVED, KIND_SCHEMA, KINDS, LOCATION_SCHEMA, LOCATIONS
+from rollbook.store.sealed.field_ids import COLUMN_IDS, SCALARS_IDS
 from rollbook.store.sealed.names import NAMES
 from rollbook.store.sealed.parquet import FAT_KINDS, MARKS_ROW_GROUP, TABLE_SCHEMA
 from rollbook.store.sealed.projections import OUTLIER_BELOW
@@ -96,6 +97,18 @@ def test_every_kind_is_listed_with_its_version(page: str) -> None:
         columns, extra = [n for n in names if n in HOT], [n for n in names if n not in HOT]
         rows.append(f"| `{kind}` | {version_of(kind)} | {_codes(columns)} | {_codes(extra)} |")
     assert _table(page, "| kind | version | columns used | keys of `extra` |") == rows
+
+
+def test_columns_have_the_documented_numbers(page: str) -> None:
+    """Those of the table, which say in what order, and of sealed files: they are given once and for ever."""
+    numbers = _cells(_table(page, "| number | of |"))
+    assert [row[0] for row in numbers] == ["1 to 18", "19, 20, 21", "22"]
+    lists = [f"{name}.element" for name in re.findall(r"`(\w+)`", numbers[1][1])]
+    spans = {f"version_spans.element.{n}": int(i) for i, n in re.findall(r"(\d+) `(\w+)`", numbers[2][1])}
+    first = dict(zip(["lane", *LOG_SCHEMA.names, *lists, "version_spans.element"], range(1, 23), strict=True))
+    assert first["extra"] == 18
+    assert first | spans == COLUMN_IDS
+    assert list(SCALARS_IDS.values()) == list(range(1, len(SCALARS_IDS) + 1))
 
 
 def test_every_upcaster_is_described(page: str) -> None:

@@ -366,6 +366,7 @@ OF_MODULES: Mapping[str, str] = {
     **dict.fromkeys(("torch", "transformers", "safetensors"), "engine"),
     **dict.fromkeys(("megatron", "psutil", "tensorboard"), "train"),
     **{"matplotlib": "plot", "openai": "demo", "ray": "ray", "fsspec": "s3", "psycopg": "postgres"},
+    "pyiceberg": "iceberg",
 }
 """Module -> the smallest extra that brings it."""
 INCLUDED: Mapping[str, frozenset[str]] = {

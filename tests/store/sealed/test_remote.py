@@ -23,7 +23,7 @@ from rollbook.store.errors import ConfigError, CorruptionError, NotAStoreError, 
 from rollbook.store.events import TrajectoryFinished, TrajectoryOpened, TurnFailed
 from rollbook.store.sealed.derived import DERIVED, build_derived
 from rollbook.store.sealed.leases import take_lease
-from rollbook.store.sealed.remote import place
+from rollbook.store.sealed.remote import place, remote_folder
 from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
 from rollbook.store.sealed.unit import all_units, current_units, unit_folder
 from rollbook.store.settings import RemoteSettings
@@ -31,7 +31,7 @@ from rollbook.store.sql.object_storage import file_system, outage
 from rollbook.store.upkeep.attach import attach
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.retain import retain
-from rollbook.store.upkeep.sealer import Sealer, remote_folder, upload_units
+from rollbook.store.upkeep.sealer import Sealer, upload_units
 from rollbook.store.upkeep.verify import verify_store
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from rollbook.store.catalog.rebuild import rebuild_catalog
 from rollbook.store.cut import format_cut
 from rollbook.store.errors import CatalogError
 from rollbook.store.open import open_store
+from rollbook.store.sealed.remote import remote_folder
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.checkpoints import (
     HeldCheckpoint,
@@ -27,7 +28,7 @@ from rollbook.store.upkeep.checkpoints import (
     list_checkpoints,
     remove_checkpoints,
 )
-from rollbook.store.upkeep.sealer import remote_folder, upload_units
+from rollbook.store.upkeep.sealer import upload_units
 
 
 def print_info(store: Path, as_json: bool) -> None:

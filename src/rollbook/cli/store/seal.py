@@ -29,7 +29,8 @@ PARENT_S = 0.5
 
 
 def run_seal(path: Path, watch: bool, as_json: bool, parent: int | None = None) -> int:
-    """Seal the store and print what was done; the exit code: 0, or 1 where a lane is damaged.
+    """Seal the store and print what was done; the exit code: 0, or 1 where a lane is damaged or
+    tables were not published.
 
     Args:
         watch: make passes until SIGINT or SIGTERM, which is exit code 0.
@@ -53,7 +54,7 @@ def run_seal(path: Path, watch: bool, as_json: bool, parent: int | None = None) 
         with _progress() as on_step:
             report = Sealer(store, stop, on_step).run_once(PATIENCE_S)
     _print(report, as_json)
-    return 1 if report.damage else 0
+    return 1 if report.damage or report.unpublished else 0
 
 
 def _follow(parent: int, stop: threading.Event) -> None:
@@ -72,7 +73,7 @@ def _watch(store: Store, sealer: Sealer, stop: threading.Event, as_json: bool) -
         try:
             poll_s = store.settings().seal.poll_s
             report = sealer.run_once()
-            troubles = list(report.damage.values())
+            troubles = [*report.damage.values(), *filter(None, [report.unpublished])]
             if not report.idle:
                 _print(report, as_json)
         except LaneLockedError:
@@ -122,3 +123,5 @@ def _print(report: SealReport, as_json: bool) -> None:
     console.print(f"{report.seconds:.1f} s")
     for name, damage in report.damage.items():
         console.print(f"lane {name} was not finished: {damage}", soft_wrap=True, style="red")
+    if report.unpublished is not None:
+        console.print(report.unpublished, soft_wrap=True, style="red")

@@ -31,7 +31,8 @@ def store_seal(
 ) -> None:
     """Make closed segments into Parquet, merge small units, remove what was replaced.
 
-    `rollbook serve` does this by itself. Exit code 1: a lane is damaged, and was left as it is.
+    `rollbook serve` does this by itself. Exit code 1: a lane is damaged, and was left as it is; or tables
+    ([iceberg] in store.toml) were not published.
     """
     from rollbook.cli.store.seal import run_seal
 
@@ -87,6 +88,26 @@ def store_upload(store: StoreOption, json: AsJson = False) -> None:
     from rollbook.cli.store.info import run_upload
 
     run_upload(store, json)
+
+
+@store_app.command("publish")
+def store_publish(
+    store: StoreOption,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="Make the tables anew, whatever the catalog has by their names.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Make Iceberg tables of the sealed units, for other engines, or bring them up to date: rollbook.turns,
+    rollbook.marks and rollbook.scalars, in the catalog's database. Files are named where they lie.
+
+    With publish = true under [iceberg] in store.toml the sealer does this by itself.
+
+    rollbook store publish --store runs --json
+    """
+    from rollbook.cli.store.publish import run_publish
+
+    run_publish(store, anew, json)
 
 
 @store_app.command("attach")
