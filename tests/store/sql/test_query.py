@@ -191,7 +191,7 @@ def test_preferences(story_store: Store, upkeep: list[Event]) -> None:
     )
     assert _rows(story_store, f"select {columns} from preferences order by event_id") == [
         ("t9", None, "t1", "alpha", None, "label", "e-last", "upkeep", None),
-        ("t1", "alpha", "t2", "beta", 0.5, "judge", "e-upkeep-13", "upkeep", "nightly-judge"),
+        ("t1", "alpha", "t2", "beta", 0.5, "judge", "e-upkeep-14", "upkeep", "nightly-judge"),
     ]
 
 
