@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rollbook.cli.store.seal import stopped_by_signals
@@ -10,6 +11,7 @@ from rollbook.cli.terminal import Console, print_json, print_table, say
 from rollbook.store.errors import ConfigError, StoreError
 from rollbook.store.hosts.carrier import Carrier
 from rollbook.store.hosts.join import join
+from rollbook.store.hosts.sizing import Load, Prices, sizing
 from rollbook.store.hosts.status import statuses
 from rollbook.store.open import open_store
 from rollbook.store.settings import MediumSettings
@@ -58,6 +60,38 @@ def run_hosts(path: Path, as_json: bool) -> None:
     say(f"this is host {carrier.host} of {carrier.medium.address}")
     if rows:
         print_table(list(rows[0]), [tuple(row.values()) for row in rows])
+
+
+def run_sizing(hosts: str, load: Load, as_json: bool) -> None:
+    """Print what so many hosts ask of object storage.
+
+    Raises:
+        ConfigError: these are no numbers of hosts.
+    """
+    try:
+        counts = [int(count) for count in hosts.split(",")]
+    except ValueError:
+        raise ConfigError(f"--hosts {hosts!r}: write numbers with commas, such as 10,100") from None
+    sizes = [sizing(replace(load, hosts=count), Prices()) for count in counts]
+    if as_json:
+        print_json([asdict(size) | {"month": size.month} for size in sizes])
+        return
+    rows = [
+        (
+            size.hosts,
+            f"{size.puts_s:,.0f}",
+            f"{size.gets_s:,.0f}",
+            f"{size.mb_s:,.0f}",
+            f"{size.packed_mb_s:,.1f}",
+            f"{size.chunks_gb:,.0f}",
+            f"{size.put_month:,.0f} + {size.get_month:,.0f} + {size.chunks_month:,.0f}",
+            f"{size.month:,.0f}",
+        )
+        for size in sizes
+    ]
+    head = ["hosts", "PUT/s", "GET/s", "MB/s", "packed", "chunks GB", "PUT + GET + kept, $", "$ a month"]
+    print_table(head, rows)
+    say(f"one follower keeps up with {sizes[0].hosts_a_follower} such hosts")
 
 
 def _carrier(path: Path) -> Carrier:

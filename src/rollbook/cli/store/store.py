@@ -190,6 +190,30 @@ def store_hosts(store: StoreOption, json: AsJson = False) -> None:
     run_hosts(store, json)
 
 
+@store_app.command("sizing")
+def store_sizing(
+    hosts: Annotated[
+        str, typer.Option(help="How many hosts write; several numbers with commas.")
+    ] = "10,100,1000",
+    events_s: Annotated[float, typer.Option(min=0.001, help="Events of a host, a second.")] = 200.0,
+    event_kb: Annotated[float, typer.Option(min=0.001, help="Of an event, in thousands of bytes.")] = 14.0,
+    followers: Annotated[int, typer.Option(min=0, help="Hosts that copy all lanes.")] = 2,
+    pace_s: Annotated[float, typer.Option(min=0.01, help="Seconds between two chunks of a lane.")] = 0.25,
+    keep_s: Annotated[float, typer.Option(min=60, help="How long chunks stay ([medium] keep_s).")] = 604800.0,
+    json: AsJson = False,
+) -> None:
+    """What object storage is asked for by so many hosts, and what that costs a month, without the sealed
+    files.
+
+    rollbook store sizing --hosts 20 --events-s 50 --followers 1
+    """
+    from rollbook.cli.store.hosts import run_sizing
+    from rollbook.store.hosts.sizing import Load
+
+    load = Load(1, events_s, event_kb, followers, pace_s, keep_s=keep_s)
+    run_sizing(hosts, load, json)
+
+
 @store_app.command("rebuild-catalog")
 def store_rebuild_catalog(store: StoreOption, json: AsJson = False) -> None:
     """Make the catalog anew from the store's files, even where its database is gone or broken."""
