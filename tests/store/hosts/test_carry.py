@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from tests.store.hosts.conftest import Hosts, rows
 from rollbook.store.errors import CorruptionError, FencedError
 from rollbook.store.events import Event
 from rollbook.store.medium.chunk import decode_chunk
-from rollbook.store.medium.medium import lane_sequence
+from rollbook.store.medium.medium import Medium, Wanted, lane_sequence
 from rollbook.store.settings import AppendSettings
 from rollbook.store.wal.files import lane_folder, read_shipped, segment_numbers, segment_path
 
@@ -108,6 +108,49 @@ def test_a_head_is_closed_on_every_host(folder_hosts: Hosts, note: Note) -> None
     for log in (a, b, c):
         log.carrier.catch_up()
     assert c.head() == a.head() == b.head()
+
+
+class Hiding:
+    """A medium in which one host sees nothing new of some lanes, as if their chunks were slow to come."""
+
+    def __init__(self, medium: Medium) -> None:
+        self._medium, self.hidden = medium, set[str]()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._medium, name)
+
+    def read_each(self, wanted: Sequence[Wanted]) -> list[list[bytes]]:
+        """Nothing of what is hidden."""
+        read = self._medium.read_each(wanted)
+        return [[] if of[0] in self.hidden else entries for of, entries in zip(wanted, read, strict=True)]
+
+
+def test_an_event_is_not_readable_before_what_it_names(folder_hosts: Hosts, note: Note) -> None:
+    """One host answers another, whose chunks are slow to come to a third: that one sees neither, and then
+    both."""
+    a, b, c = (folder_hosts.open(name) for name in "abc")
+    hiding = Hiding(c.carrier.medium)
+    with a.writer("ping") as ping, b.writer("pong") as pong:
+        ping.append([note("first")]).result(10)
+        pong.append([note("first")]).result(10)
+        _until(lambda: c.head() == {ping.lane: 1, pong.lane: 1})
+        c.carrier._follower._medium = hiding
+        hiding.hidden.add(lane_sequence(a.carrier.host, ping.lane))
+        ping.append([note("question")]).result(10)
+        _until(lambda: b.head().get(ping.lane) == 2)
+        pong.append([note("answer")]).result(10)
+        _until(lambda: c.carrier._follower.replica(pong.lane).held == 2)
+        time.sleep(0.3)
+        assert c.head() == {ping.lane: 1, pong.lane: 1}
+        hiding.hidden.clear()
+        _until(lambda: c.head() == {ping.lane: 2, pong.lane: 2})
+
+
+def _until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 15
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_process_goes_on_where_the_one_before_was_killed(folder_hosts: Hosts, note: Note) -> None:
