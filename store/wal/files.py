@@ -415,22 +415,25 @@ class _OpenMarks:
         counts: dict[str, int] = {}
         replicas = read_replicas(self._lanes.parent) if self._carried else {}
         for lane in folders_of_lanes(self._lanes.parent):
+            if lane in replicas:
+                # Several replicas grow together, or a cut would hold an event and not what it names.
+                counts |= {lane: replicas[lane]} if replicas[lane] else {}
+                continue
             if lane not in self._fds and not self._open(lane):
                 continue
             mark = unpack_watermark(os.pread(self._fds[lane], WATERMARK_BYTES + 1, 0))
             if mark is None:  # not written yet, half overwritten or damaged: this reads it again
                 mark = read_watermark(self._lanes / lane)
-            count = self._readable(lane, mark, replicas) if self._carried else mark.next_seq
+            count = self._readable(lane, mark) if self._carried else mark.next_seq
             if count:
                 counts[lane] = count
         return counts
 
-    def _readable(self, lane: str, mark: Watermark, replicas: Cut) -> int:
-        """How much of a lane counts where lanes are carried between hosts."""
+    def _readable(self, lane: str, mark: Watermark) -> int:
+        """How much counts of a lane that is no replica that may be read, in a store of several hosts."""
         folder = self._lanes / lane
         if (folder / REPLICA).exists():
-            # Several replicas grow together, or a cut would hold an event and not what it names.
-            return replicas.get(lane, 0)
+            return 0
         shipped = read_shipped(folder)
         return min(shipped.next_seq, mark.next_seq) if shipped and shipped.gated else mark.next_seq
 
