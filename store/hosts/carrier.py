@@ -41,7 +41,7 @@ from rollbook.store.log.writer import LaneWriter
 from rollbook.store.marker import MARKER
 from rollbook.store.medium.chunk import Chunk
 from rollbook.store.medium.folders import SharedFolders
-from rollbook.store.medium.medium import AGREED, LANES, STORE, Medium, lane_of, lane_sequence
+from rollbook.store.medium.medium import AGREED, LANES, SESSIONS, STORE, Medium, lane_of, lane_sequence
 from rollbook.store.medium.open import opened_folders, opened_medium
 from rollbook.store.permissions import make_empty, make_folder, open_file, replace_small
 from rollbook.store.safe_paths import place_inside, read_small
@@ -306,6 +306,26 @@ class Carrier:
             fence = Chunk(self._store_id, lane, host, 0, 0, self.session.name, 0, "fence")
             end = put_fence(self.medium, sequence, fence).next_seq
             self._await_lane(lane, end)
+
+    def end_others(self) -> None:
+        """End the lanes of all other processes, which must have ended.
+
+        Raises:
+            LaneLockedError: one runs.
+            MediumError: the medium does not answer.
+        """
+        witness = self._new_witness() if self.session.valid else None
+        assert witness is not None
+        for sequence in self.medium.sequences(SESSIONS):
+            session = sequence.removeprefix(f"{SESSIONS}/")
+            if session == self.session.name:
+                continue
+            if not witness.gone(session):
+                raise LaneLockedError(
+                    f"{witness.described(session)}, writes this store too: end it first (`rollbook store "
+                    f"hosts`)"
+                )
+            self.end_lanes(session)
 
     def take_over(self, lane: str) -> bool:
         """End another host's lane if its process has ended, or was silent for its lease; whether it has

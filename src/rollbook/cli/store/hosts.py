@@ -11,6 +11,7 @@ from rollbook.cli.terminal import Console, print_json, print_table, say
 from rollbook.store.errors import ConfigError, StoreError
 from rollbook.store.hosts.carrier import Carrier
 from rollbook.store.hosts.join import join
+from rollbook.store.hosts.leave import leave
 from rollbook.store.hosts.sizing import Load, Prices, sizing
 from rollbook.store.hosts.status import statuses
 from rollbook.store.open import open_store
@@ -60,6 +61,18 @@ def run_hosts(path: Path, as_json: bool) -> None:
     say(f"this is host {carrier.host} of {carrier.medium.address}")
     if rows:
         print_table(list(rows[0]), [tuple(row.values()) for row in rows])
+
+
+def run_leave(path: Path, as_json: bool) -> None:
+    """Make a folder a store of this host alone, and print what it holds."""
+    log, carrier = open_store(path), _carrier(path)
+    report = leave(log, carrier)
+    if as_json:
+        print_json(report)
+        return
+    for lane, events in sorted(report.lanes.items()):
+        say(f"lane {lane}: {events} events")
+    say(f"{path} is a store of this host alone; {len(report.checkpoints)} checkpoints were fetched")
 
 
 def run_sizing(hosts: str, load: Load, as_json: bool) -> None:

@@ -190,6 +190,15 @@ def store_hosts(store: StoreOption, json: AsJson = False) -> None:
     run_hosts(store, json)
 
 
+@store_app.command("leave")
+def store_leave(store: StoreOption, json: AsJson = False) -> None:
+    """Make a folder a store of this host alone again, with all that the other hosts wrote. End these
+    first."""
+    from rollbook.cli.store.hosts import run_leave
+
+    run_leave(store, json)
+
+
 @store_app.command("sizing")
 def store_sizing(
     hosts: Annotated[
