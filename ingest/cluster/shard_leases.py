@@ -317,7 +317,8 @@ class ShardLeases:
         """Whether this process has the claim of a seat now."""
         claim = contextlib.ExitStack()
         try:
-            claim.enter_context(self.recorder.store.claim(claim_name(self.recorder.run, seat), "wait"))
+            what = claim_name(self.recorder.run, seat)
+            claim.enter_context(self.recorder.store.claim(what, "wait", at_once=True))
         except LaneLockedError:
             return False  # its proxy runs, and does not answer; or another one was first
         self._own[seat] = self.claims.enter_context(claim)

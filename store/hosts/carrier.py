@@ -261,15 +261,16 @@ class Carrier:
     # Claims -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def claim(self, what: str, remedy: str, patience_s: float, *, shared: bool) -> Iterator[None]:
+    def claim(
+        self, what: str, remedy: str, patience_s: float, *, shared: bool, at_once: bool
+    ) -> Iterator[None]:
         """Hold a claim among hosts; see `held_claim`."""
         session = self.session
         # One is kept, so that who asks again and again without waiting sees how long a session is silent.
-        witness = self._new_witness() if patience_s else self._witness
+        witness = self._witness if at_once else self._new_witness()
         assert witness is not None
-        with held_claim(
-            self.medium, session, witness, what, remedy, patience_s, shared=shared, on_gone=self.end_lanes
-        ):
+        parts = (self.medium, session, witness, what, remedy, patience_s)
+        with held_claim(*parts, shared=shared, at_once=at_once, on_gone=self.end_lanes):
             yield
 
     def _new_witness(self) -> Witness:

@@ -34,11 +34,13 @@ def held_claim(
     patience_s: float,
     *,
     shared: bool,
+    at_once: bool,
     on_gone: Callable[[str], None],
 ) -> Iterator[None]:
     """Hold a claim among hosts; the caller is the only process of this one that does.
 
     Args:
+        at_once: say that it is held also where it is not known yet whether its holder still runs.
         on_gone: called with each session that held it and has ended, before the claim is held.
 
     Raises:
@@ -58,7 +60,7 @@ def held_claim(
         if other is None:
             if register.replace([*left, own]):
                 break
-        elif time.monotonic() >= until:
+        elif time.monotonic() >= until and (at_once or witness.runs(other["session"])):
             raise LaneLockedError(
                 f"{what} is being done by {witness.described(other['session'])}: stop that process, or "
                 f"{remedy}"

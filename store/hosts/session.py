@@ -183,6 +183,7 @@ class _Seen:
     value: Any = None
     number: int = -2
     since: float = 0.0
+    renewed: bool = False
 
 
 @dataclass(slots=True)
@@ -217,6 +218,12 @@ class Witness:
         if not value["lease_s"] or seconds() - seen.since < OTHERS_SHARE * value["lease_s"]:
             return False
         return self.fence(session)
+
+    def runs(self, session: str) -> bool:
+        """Whether a session is known to be alive: it was renewed since it was first looked at, or nobody may
+        ever end it."""
+        seen = self._seen[session]
+        return seen.renewed or not (seen.value or {}).get("lease_s")
 
     def has_ended(self, session: str) -> bool:
         """Whether a session has ended; one that is only silent has not.
@@ -257,5 +264,6 @@ class Witness:
             seen = self._seen[session] = _Seen(Register(self.medium, session_sequence(session)))
         value = seen.register.read()
         if seen.register.number != seen.number:
+            seen.renewed = seen.number >= 0
             seen.value, seen.number, seen.since = value, seen.register.number, seconds()
         return seen

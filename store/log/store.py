@@ -64,7 +64,7 @@ class Carrier(Protocol):
         """Begin to carry a lane to other hosts."""
 
     def claim(
-        self, what: str, remedy: str, patience_s: float, *, shared: bool
+        self, what: str, remedy: str, patience_s: float, *, shared: bool, at_once: bool
     ) -> contextlib.AbstractContextManager[None]:
         """Hold a claim among hosts."""
 
@@ -392,12 +392,20 @@ class Store:
 
     @contextlib.contextmanager
     def claim(
-        self, what: str, remedy: str, patience_s: float = 0.0, *, shared: bool = False, of_host: bool = False
+        self,
+        what: str,
+        remedy: str,
+        patience_s: float = 0.0,
+        *,
+        shared: bool = False,
+        of_host: bool = False,
+        at_once: bool = False,
     ) -> Iterator[None]:
         """Be the only process that does `what` with this store, such as training a policy of a run.
 
         Args:
             of_host: it concerns this host's files alone, and each host may do so.
+            at_once: do not wait to see whether a process of another host that holds the claim still runs.
             patience_s: how long to wait for another process that holds the claim.
             shared: share the claim with others that share it; nobody can then hold it
                 exclusively.
@@ -415,7 +423,7 @@ class Store:
             if self.carrier is None or of_host:
                 yield
             else:
-                with self.carrier.claim(what, remedy, patience_s, shared=shared):
+                with self.carrier.claim(what, remedy, patience_s, shared=shared, at_once=at_once):
                     yield
         finally:
             os.close(fd)

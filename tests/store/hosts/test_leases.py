@@ -66,9 +66,9 @@ def test_a_session_is_over_when_it_is_closed(medium: Medium) -> None:
 
 def test_a_session_that_is_renewed_is_never_ended(medium: Medium) -> None:
     """However long one watches."""
-    session = Session(medium, "host", LEASE_S)
+    session = Session(medium, "host", 3.0)
     witness = Witness(medium, "other")
-    until = time.monotonic() + 3 * LEASE_S
+    until = time.monotonic() + 5.0
     while time.monotonic() < until:
         assert not witness.gone(session.name)
         assert session.valid
@@ -188,6 +188,24 @@ def test_a_claim_of_a_lost_host_is_taken_over_and_its_lanes_end(hosts: Hosts, no
     ]
     assert orphans[0].trajectory_id == "trajectory-1"
     assert b.head()[lane] == a.head()[lane] == 5
+
+
+def test_a_claim_is_waited_for_only_while_its_holder_may_be_lost(folder_hosts: Hosts) -> None:
+    """Without patience: one whose holder runs is refused once that is seen, well before its lease; one of a
+    host that was lost is taken by the same call."""
+    a, b = folder_hosts.open("a", lease_s=4.0), folder_hosts.open("b", lease_s=4.0)
+    cut = cut_off(a)
+    claim = a.claim("x", "wait")
+    claim.__enter__()
+    begun = time.monotonic()
+    _is_held(lambda: b.claim("x", "wait"))
+    assert time.monotonic() - begun < 3.0
+    begun = time.monotonic()
+    _is_held(lambda: b.claim("x", "wait", at_once=True))
+    assert time.monotonic() - begun < 0.5
+    cut.is_cut = True
+    with b.claim("x", "wait"):
+        assert a.carrier.session.fenced is None, "it cannot know yet"
 
 
 def test_with_ack_medium_nothing_that_was_acknowledged_is_an_orphan(folder_hosts: Hosts, note: Note) -> None:
