@@ -26,12 +26,16 @@ from rollbook.testing.asgi import free_port
 
 NAMES = [f"task-{number}" for number in range(9)]
 
+# On hosts of their own, too: what is the same there is seen in `make test-more`.
+pytestmark = pytest.mark.more_but("one folder")
+
 
 def _base(lane: str) -> str:
     """A lane's name without its host's."""
     return lane.partition(".")[0]
 
 
+@pytest.mark.more_but("one folder", "hosts")
 def test_whoever_is_asked(cluster: Callable[..., Cluster]) -> None:
     """Each turn at another proxy: one conversation, in its owner's lane; streams, ends, rewards likewise."""
     three = cluster()
@@ -90,6 +94,7 @@ def test_what_names_nothing(cluster: Callable[..., Cluster]) -> None:
         earlier = response.id
 
 
+@pytest.mark.more_but("one folder", "hosts")
 def test_one_is_killed(cluster: Callable[..., Cluster]) -> None:
     """Others go on with what it had open; it comes back, and has its names again. Nothing is lost."""
     three = cluster()

@@ -25,6 +25,9 @@ NAMES = [f"task-{number}" for number in range(8)]
 RESPONSE = ENDPOINTS["/v1/responses"]["whole"]
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
+# On hosts of their own, too: what is the same there is seen in `make test-more`.
+pytestmark = pytest.mark.more_but("one folder")
+
 
 def test_record_only(cluster: Callable[..., Cluster], upstream: HttpUpstream) -> None:
     """Each turn is in its owner's lane, passed on once, whoever is asked; a response is found by any."""
