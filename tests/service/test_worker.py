@@ -14,11 +14,13 @@ from tests.fakes.stories import fabric
 
 from rollbook import store as rb
 from rollbook.service import worker as module
+from rollbook.service.config import ServiceConfig
 from rollbook.service.journal import Journal
 from rollbook.service.requests import Adam
+from rollbook.service.serve import _journal
 from rollbook.service.worker import Worker
 from rollbook.store import Event
-from rollbook.store.errors import WriteFailedError
+from rollbook.store.errors import ConfigError, WriteFailedError
 from rollbook.store.events import OperationAccepted, OperationEnded, SessionOpened
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.tenants.base import load_base
@@ -166,3 +168,19 @@ def test_whole_models_are_in_memory_one_at_a_time(tmp_path: Path, monkeypatch: p
     assert alive == [0, 1, 0, 0, 0]
     assert [*worker._models] == [names[2], names[1]]
     assert digests[4] == digests[0] == digests[2] == digests[5]
+
+
+def test_processes_that_share_a_folder_do_not_go_with_a_medium(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host has a folder of its own there: the error says what goes."""
+    monkeypatch.setenv("ROLLBOOK_ALLOW", str(tmp_path))
+    log = rb.open(tmp_path / "store", create=True)
+    (log.path / "store.toml").write_text(f'[medium]\nurl = "file://{tmp_path}/medium"\n')
+    log = rb.open(log.path)
+    config = ServiceConfig(base=str(tmp_path / "model"), name="m", shared=True)
+    with (
+        pytest.raises(ConfigError, match="processes of a service share one folder"),
+        _journal(config, log, True, ()),
+    ):
+        pass

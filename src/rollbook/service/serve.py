@@ -153,7 +153,17 @@ def _bases(config: ServiceConfig) -> dict[str, Base]:
 
 @contextlib.contextmanager
 def _journal(config: ServiceConfig, log: Store, trains: bool, served: Sequence[Served]) -> Iterator[Journal]:
-    """Context: the journal of this process, which is alone, or one of several."""
+    """Context: the journal of this process, which is alone, or one of several.
+
+    Raises:
+        ConfigError: it is to be one of several, by a store of which each host has a folder of its own.
+    """
+    if config.shared and log.carrier is not None:
+        raise ConfigError(
+            f"shared = true: {log.path} is a folder of its own of a store of several hosts ([medium] in its "
+            f"store.toml), "
+            "and processes of a service share one folder: start one process, or use a store without a medium"
+        )
     remedy, settings = "end it, or have both share the store: shared = true", config.model_dump(mode="json")
     with log.claim("service", remedy, shared=config.shared), _writer(log, config.shared) as writer:
         order = SharedOrder(log, writer.lane, writer.recovered.next_seq, trains) if config.shared else None
