@@ -16,17 +16,28 @@ def words(text_model: Callable[[str], Path], script: Path) -> list[str]:
     return ["--model", str(text_model("chatml")), "--engine", "scripted", "--script", f"{script}:answer"]
 
 
+@pytest.fixture
+def cluster(serve: Callable[..., Served], words: list[str], tmp_path: Path) -> Callable[..., Cluster]:
+    """Starts so many proxies, which have seen each other, over one folder."""
+    return _starting(serve, words, tmp_path, hosts=False)
+
+
 @pytest.fixture(params=["one folder", "hosts"])
-def cluster(
+def either_cluster(
     serve: Callable[..., Served],
     words: list[str],
     tmp_path: Path,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Cluster]:
-    """Starts so many proxies, which have seen each other: on one host, or on one each."""
-    hosts = request.param == "hosts"
+    """The same: over one folder, or over one each, with a medium between them."""
     monkeypatch.setenv("ROLLBOOK_ALLOW", str(tmp_path))
+    return _starting(serve, words, tmp_path, hosts=request.param == "hosts")
+
+
+def _starting(
+    serve: Callable[..., Served], words: list[str], tmp_path: Path, *, hosts: bool
+) -> Callable[..., Cluster]:
 
     def make(
         count: int = 3,

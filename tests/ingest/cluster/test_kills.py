@@ -84,11 +84,11 @@ class Agents:
         raise AssertionError(f"{path}: {answer}")
 
 
-def test_one_hangs(cluster: Callable[..., Cluster]) -> None:
+def test_one_hangs(either_cluster: Callable[..., Cluster]) -> None:
     """On one host it keeps its trajectories: who asks for one is told to try again, in bounded time, and
     others go on. On hosts of their own its lease ends, and another one stands in for it; it begins again when
     it is back, as it was fenced."""
-    two = cluster(2)
+    two = either_cluster(2)
     names = [
         next(name for name in (f"t{n}" for n in range(9)) if owner_of(name, 2) == seat) for seat in (0, 1)
     ]
@@ -112,9 +112,9 @@ def test_one_hangs(cluster: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_nothing_is_lost_or_double(cluster: Callable[..., Cluster]) -> None:
+def test_nothing_is_lost_or_double(either_cluster: Callable[..., Cluster]) -> None:
     """Each proxy is killed, and begins again while others stand in for it, or before they notice."""
-    three, dice = cluster(), random.Random(SEED)
+    three, dice = either_cluster(), random.Random(SEED)
     agents = Agents(three.urls)
     for _ in range(KILLS):
         time.sleep(dice.uniform(0.0, 3.0))

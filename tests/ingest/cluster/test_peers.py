@@ -26,19 +26,15 @@ from rollbook.testing.asgi import free_port
 
 NAMES = [f"task-{number}" for number in range(9)]
 
-# On hosts of their own, too: what is the same there is seen in `make test-more`.
-pytestmark = pytest.mark.more_but("one folder")
-
 
 def _base(lane: str) -> str:
     """A lane's name without its host's."""
     return lane.partition(".")[0]
 
 
-@pytest.mark.more_but("one folder", "hosts")
-def test_whoever_is_asked(cluster: Callable[..., Cluster]) -> None:
+def test_whoever_is_asked(either_cluster: Callable[..., Cluster]) -> None:
     """Each turn at another proxy: one conversation, in its owner's lane; streams, ends, rewards likewise."""
-    three = cluster()
+    three = either_cluster()
     for name in NAMES:
         texts = ["a"]
         for turn in range(3):
@@ -94,10 +90,9 @@ def test_what_names_nothing(cluster: Callable[..., Cluster]) -> None:
         earlier = response.id
 
 
-@pytest.mark.more_but("one folder", "hosts")
-def test_one_is_killed(cluster: Callable[..., Cluster]) -> None:
+def test_one_is_killed(either_cluster: Callable[..., Cluster]) -> None:
     """Others go on with what it had open; it comes back, and has its names again. Nothing is lost."""
-    three = cluster()
+    three = either_cluster()
     before = {name: ["hi", say(three.agent(0, name), "hi")] for name in NAMES}
     gone = owner_of(NAMES[0], 3)
     others = [number for number in range(3) if number != gone]
@@ -133,9 +128,9 @@ def test_one_is_killed(cluster: Callable[..., Cluster]) -> None:
 
 
 @pytest.mark.more
-def test_it_stands_in_for_two_and_dies(cluster: Callable[..., Cluster]) -> None:
+def test_it_stands_in_for_two_and_dies(either_cluster: Callable[..., Cluster]) -> None:
     """What it had open for others goes to whoever holds the names by then, as does its own."""
-    three = cluster()
+    three = either_cluster()
     three.served[0].kill()
     three.served[1].kill()
     for name in NAMES:
@@ -171,9 +166,10 @@ def test_the_one_that_answers_is_killed(cluster: Callable[..., Cluster]) -> None
     assert sorted(lost.fetchall()) == [(False, 1), (True, 1)]
 
 
-def test_it_stops_in_order(cluster: Callable[..., Cluster]) -> None:
+@pytest.mark.more_but("one folder")
+def test_it_stops_in_order(either_cluster: Callable[..., Cluster]) -> None:
     """A proxy that was asked to end: its names are another's at once, and what it has begun it answers."""
-    three = cluster()
+    three = either_cluster()
     mine = [name for name in NAMES if owner_of(name, 3) == 0]
     thread = threading.Thread(target=lambda: answers.append(say(three.agent(1, mine[0]), "sleep 3")))
     answers: list[str] = []
@@ -206,9 +202,10 @@ def _takes_connections(url: str) -> bool:
     return True
 
 
-def test_who_writes_it_is_for_its_seat_to_say(cluster: Callable[..., Cluster]) -> None:
+@pytest.mark.more_but("one folder")
+def test_who_writes_it_is_for_its_seat_to_say(either_cluster: Callable[..., Cluster]) -> None:
     """Who stood in for a proxy once knows no more than others of what it has; what ended elsewhere ended."""
-    three = cluster()
+    three = either_cluster()
     mine = [name for name in NAMES if owner_of(name, 3) == 1]
     for stand_in, gone in ((2, 0), (0, 2)):
         three.served[gone].kill()  # so that it is the other one that stands in

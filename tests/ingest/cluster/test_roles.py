@@ -25,9 +25,6 @@ NAMES = [f"task-{number}" for number in range(8)]
 RESPONSE = ENDPOINTS["/v1/responses"]["whole"]
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
-# On hosts of their own, too: what is the same there is seen in `make test-more`.
-pytestmark = pytest.mark.more_but("one folder")
-
 
 def test_record_only(cluster: Callable[..., Cluster], upstream: HttpUpstream) -> None:
     """Each turn is in its owner's lane, passed on once, whoever is asked; a response is found by any."""
@@ -84,12 +81,12 @@ def test_keys(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
 
 
 @pytest.mark.more
-def test_the_bound_of_an_online_training(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+def test_the_bound_of_an_online_training(either_cluster: Callable[..., Cluster], tmp_path: Path) -> None:
     """No more trajectories begin than one proxy would let in, whoever is asked; also once the one that
     admits for all was killed, and once it is back."""
     with store.open(tmp_path / "store", create=True).writer("train") as writer:
         writer.append([Event(begins(1, 4, 2), "default")]).result()
-    three = cluster(3, "--hold-s", "1.5")
+    three = either_cluster(3, "--hold-s", "1.5")
     assert _come(three, [0, 1, 2], 18, "a") == {201: 12, 503: 6}
     assert len(_opened(three)) == 12
     three.served[0].kill()
