@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -30,7 +31,7 @@ from rollbook.store.hosts.follower import Follower
 from rollbook.store.hosts.host import host_name
 from rollbook.store.hosts.lifetime import forget_chunks
 from rollbook.store.hosts.orphans import move_orphans
-from rollbook.store.hosts.replica import Replica
+from rollbook.store.hosts.replica import Replica, boot_id, session_of
 from rollbook.store.hosts.session import Session, Witness, seconds
 from rollbook.store.hosts.shipper import SETTLED, LaneShipper, Sender, is_ended, put_fence
 from rollbook.store.hosts.units import refresh_units, units_elsewhere
@@ -58,8 +59,9 @@ from rollbook.store.wal.files import (
 
 SHARED = "SHARED"
 """In the store's folder: names of folders that other hosts can have."""
-FOLLOWING, LOOK = "following.lock", "LOOK"
-"""In the folder of claims: held by the process that follows; and touched by one that waits for it."""
+FOLLOWING, LOOK, AS_OF = "following.lock", "LOOK", "AS_OF"
+"""In the folder of claims: held by the process that follows; touched by one that waits for it; and how far
+that is."""
 TAKE_UP_S = 0.5
 """Between two tries to take up following."""
 LEFTOVERS_S = 5.0
@@ -71,6 +73,21 @@ PATIENCE_S = 60.0
 """So long a command waits for what was in the medium when it began."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the process of a host is that follows.
+
+    Attributes:
+        as_of: all is here that was in the medium then (`session.seconds`).
+        failure: why nothing, or nothing of a lane, was taken in the newest step.
+        failed_at: when that step began.
+    """
+
+    as_of: float = 0.0
+    failure: Exception | None = None
+    failed_at: float = 0.0
 
 
 class Carrier:
@@ -91,7 +108,7 @@ class Carrier:
         self._follower: Follower | None = None
         self._as_of = threading.Condition()
         self._stopping = threading.Event()
-        self._failure: Exception | None = None
+        self._own_progress = Progress()
         self._closed = False
         self._hurried, self._woken = threading.Event(), threading.Event()
         make_folder(store / "claims")
@@ -338,15 +355,10 @@ class Carrier:
         """
         if (lane_folder(self._store, lane) / FENCED).exists():
             return True
-        follower = self._follower
-        replica = None if follower is None else follower.replica(lane)
-        if replica is None or not replica.session:
+        name, own = session_of(self._store, lane), self.session
+        if name is None or self._witness is None or not own.valid or not self._witness.gone(name):
             return False
-        assert self.session.valid
-        assert self._witness is not None
-        if not self._witness.gone(replica.session):
-            return False
-        self.end_lanes(replica.session)
+        self.end_lanes(name)
         return (lane_folder(self._store, lane) / FENCED).exists()
 
     def _await_lane(self, lane: str, end: int) -> None:
@@ -381,25 +393,29 @@ class Carrier:
             (self._store / "claims" / LOOK).touch()
             with self._as_of:
                 self._as_of.wait(0.05)
-                follower = self._follower
-                failure = self._failure or (None if follower is None else follower.failure)
-                if failure is not None:
-                    raise failure
-            if self._seen_as_of() >= asked:
+            seen = self._progress()
+            if seen.failure is not None and seen.failed_at >= asked:
+                raise seen.failure
+            if seen.as_of >= asked:
                 return
             if seconds() > until:
                 raise MediumError(
                     f"{self.medium.address}: what is there did not come within {patience_s:.0f} s"
                 )
 
-    def _seen_as_of(self) -> float:
-        follower = self._follower
-        if follower is not None:
-            return follower.as_of
+    def _progress(self) -> Progress:
+        """How far the process of this host is that follows: this one, or another one, by what it wrote
+        down."""
+        if self._follower is not None:
+            return self._own_progress
         try:
-            return float((self._store / "claims" / "AS_OF").read_text() or 0)
+            values = orjson.loads(read_small(self._store / "claims" / AS_OF))
         except (FileNotFoundError, ValueError):
-            return 0.0
+            return Progress()
+        if values["boot"] != boot_id():
+            return Progress()
+        failure = None if values["failure"] is None else StoreError(values["failure"])
+        return Progress(values["as_of"], failure, values["failed_at"])
 
     def _run(self) -> None:
         """Follow, as soon as no other process of this host does."""
@@ -426,22 +442,24 @@ class Carrier:
     def _step_on(self, follower: Follower) -> None:
         retry, leftovers = RETRY_S, seconds()
         while not self._stopping.is_set():
-            pause = 0.0
+            pause, begun = 0.0, seconds()
             try:
                 if self._asked():
                     follower.hurry()
                 pause = follower.step()
-                self._failure, retry = None, RETRY_S
+                retry = RETRY_S
+                failure: Exception | None = follower.failure
                 if seconds() >= leftovers:
                     self._ship_leftovers()
                     self._share_missing()
                     leftovers = seconds() + LEFTOVERS_S
-                self._say_as_of(follower.as_of)
             except (StoreError, OSError) as error:
-                if self._failure is None:
+                if self._own_progress.failure is None:
                     logger.warning("other hosts' lanes are not followed, and tried again: %s", error)
-                self._failure, pause = error, retry
+                failure, pause = error, retry
                 retry = min(2 * retry, LONGEST_RETRY_S)
+            self._own_progress = Progress(follower.as_of, failure, begun)
+            self._write_progress()
             with self._as_of:
                 self._as_of.notify_all()
             if pause:
@@ -457,13 +475,13 @@ class Carrier:
             asked = True
         return asked
 
-    def _say_as_of(self, as_of: float) -> None:
-        path = self._store / "claims" / "AS_OF"
-        fd = open_file(path, os.O_RDWR | os.O_CREAT)
-        try:
-            os.pwrite(fd, f"{as_of:020.6f}".encode(), 0)
-        finally:
-            os.close(fd)
+    def _write_progress(self) -> None:
+        """Write down how far this process is, for the others of this host."""
+        now = self._own_progress
+        values = {"boot": boot_id(), "as_of": now.as_of, "failed_at": now.failed_at}
+        values["failure"] = None if now.failure is None else str(now.failure)
+        with contextlib.suppress(OSError):  # a full disk: the others wait
+            replace_small(self._store / "claims" / AS_OF, orjson.dumps(values))
 
     def _refresh_units(self, replica: Replica) -> None:
         refresh_units(self._store, self._store_id, replica)

@@ -28,7 +28,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE = 0.03, 1.0, 10.0
 """Between two looks at a lane: this share of how long nothing came."""
 GAP_LOOK_S = 30.0
 """Between two looks whether the chunk to come was removed, as units in object storage hold the same."""
-DISCOVER_S = 2.0
+DISCOVER_S = 1.0
 """Between two looks for lanes."""
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ chunk's events may name those of a lane that is not here yet.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections import deque
 from dataclasses import dataclass, field
@@ -224,6 +225,7 @@ def _whole(data: memoryview, at: int) -> bool:
     return at + ALIGN + padded(int.from_bytes(data[at + 8 : at + 12], "little")) <= len(data)
 
 
+@functools.cache
 def boot_id() -> str:
     """An id of this machine's start: what was written since then is in its memory, if not on its disk."""
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -257,6 +259,12 @@ def opened_replica(store: Path, store_id: str, host: str, lane: str) -> Replica:
     else:
         _check_again(replica)
     return replica
+
+
+def session_of(store: Path, lane: str) -> str | None:
+    """The session that put the newest chunk of a lane that is here; None where that is not known."""
+    values = _cursor(lane_folder(store, lane))
+    return None if values is None else values["session"] or None
 
 
 def _cursor(folder: Path) -> dict[str, Any] | None:

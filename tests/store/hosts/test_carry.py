@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -104,7 +105,7 @@ def test_a_head_is_closed_on_every_host(folder_hosts: Hosts, note: Note) -> None
         stop.set()
         for one in talk:
             one.join()
-    assert len(set(seen)) > 10, "the third host saw them grow"
+    assert len(set(seen)) > 3, "the third host saw them grow"
     for log in (a, b, c):
         log.carrier.catch_up()
     assert c.head() == a.head() == b.head()
@@ -253,3 +254,33 @@ def test_a_copied_host_is_found_out(folder_hosts: Hosts, note: Note, tmp_path: P
             _append_for_long(other, note)
     b = folder_hosts.open("b")
     assert [e.record.value for e in b.events()] == ["1", "2"]
+
+
+def test_what_another_process_of_the_host_follows_is_waited_for(folder_hosts: Hosts, note: Note) -> None:
+    """The second process of a host has what was there when it began; and goes on when the first one ends.
+    What was written down before the machine was started again counts for nothing."""
+    a, first = folder_hosts.open("a"), folder_hosts.open("b")
+    with a.writer("serve") as writer:
+        writer.append([note("1")]).result(10)
+    second = folder_hosts.open("b")
+    assert second.head() == {writer.lane: 1}
+    first.carrier.close()
+    written = folder_hosts.folder / "b" / "claims" / "AS_OF"
+    values = json.loads(written.read_text())
+    written.write_text(json.dumps(values | {"boot": "another", "as_of": values["as_of"] + 1e9}))
+    with a.writer("serve") as writer:
+        writer.append([note("2")]).result(10)
+    second.carrier.catch_up()
+    assert second.head() == {writer.lane: 2}
+
+
+def test_a_host_takes_over_whichever_of_its_processes_follows(folder_hosts: Hosts, note: Note) -> None:
+    """The one that stands in is not the one that follows."""
+    a = folder_hosts.open("a")
+    with a.writer("serve") as writer:
+        writer.append([note("1")]).result(10)
+    following, other = folder_hosts.open("b"), folder_hosts.open("b")
+    assert not other.carrier.take_over(writer.lane), "its process runs"
+    a.carrier.close()
+    assert other.carrier.take_over(writer.lane)
+    assert following.head() == other.head() == {writer.lane: 1}
