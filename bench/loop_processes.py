@@ -22,6 +22,7 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from rollbook.bench.cluster_machines import Place
 from rollbook.bench.processes import KEY_VARIABLES, BenchError
 from rollbook.bench.tied import end_with_parent
 
@@ -38,12 +39,16 @@ PAUSE_S = 0.2
 _starting = threading.Lock()
 
 
-def become(module: str, words: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-    """Run as `python -m MODULE WORDS...`, with output appended to the log."""
+def become(
+    module: str, words: Sequence[str], log: Path, environment: Mapping[str, str], place: Place | None
+) -> None:
+    """Run as `python -m MODULE WORDS...`, with output appended to the log, at a host of its own if told so."""
     end_with_parent()
     with log.open("ab") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
+    if place is not None:
+        place.enter()
     for variable in KEY_VARIABLES:
         os.environ.pop(variable, None)
     os.environ.update(environment)
@@ -77,9 +82,10 @@ class Victim:
         log: Path,
         environment: Mapping[str, str] | None = None,
         preloaded: Sequence[str] = PRELOADED,
+        place: Place | None = None,
     ) -> None:
         self.name, self.log, self._preloaded = name, log, preloaded
-        self._target = (module, [str(word) for word in words], log, dict(environment or {}))
+        self._target = (module, [str(word) for word in words], log, dict(environment or {}), place)
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         self._process: Any = None
         self.kills = self.ends = 0

@@ -59,13 +59,13 @@ async def drop(scope: Message) -> None:
     await asyncio.sleep(0.01)  # until the server notices that the client has gone
 
 
-def run_alone(app: Any, port: int = 0) -> None:
+def run_alone(app: Any, port: int = 0, host: str = "127.0.0.1") -> None:
     """Print the address of the application, and serve it until the process ends.
 
     What the process has made so far stays: the collector of garbage does not look at it again.
     """
-    listener = listen(port)
-    print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)
+    listener = listen(port, host)
+    print(f"http://{host}:{listener.getsockname()[1]}", flush=True)
     gc.collect()
     gc.freeze()
     server_of(app).run(sockets=[listener])

@@ -20,6 +20,7 @@ from rollbook.ingest.tokens.message_form import conversation_digest
 def _arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rollbook.bench.scripted.serve")
     parser.add_argument("--port", type=int, default=0, help="0: a free one, printed")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--script", help="file.py:name or module:name of (input_ids, params) -> Answer")
     parser.add_argument("--given", type=Path, help="what to call that with first, to get the script")
     parser.add_argument("--replies", type=Path, help="JSON: a list of lists of ids, answered in turn")
@@ -67,7 +68,7 @@ def main(words: list[str] | None = None) -> None:
     app = ScriptedSGLang(_script(args), options)
     for fault in args.fault:
         app.faults.add(Fault(**orjson.loads(fault)))
-    run_alone(app, args.port)
+    run_alone(app, args.port, args.host)
 
 
 if __name__ == "__main__":

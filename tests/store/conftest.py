@@ -58,7 +58,7 @@ def fork_python() -> Callable[..., subprocess.Popen[str]]:
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A NATS server with JetStream, one for all tests of a process."""
     pytest.importorskip("nats", reason="NATS is tested with its own server: install the [dev] extra")
-    from tests.fakes.processes.nats_server import nats_servers, program
+    from rollbook.bench.cluster_nats import nats_servers, program
 
     if program() is None:
         pytest.skip("there is no nats-server: install the [dev] extra")

@@ -23,11 +23,11 @@ class _Protocol(HttpToolsProtocol):
         self.scope["rollbook.transport"] = self.transport  # type: ignore[typeddict-unknown-key]
 
 
-def listen(port: int = 0) -> socket.socket:
-    """A loopback socket that takes connections from now on; port 0 takes a free one."""
+def listen(port: int = 0, host: str = "127.0.0.1") -> socket.socket:
+    """A socket that takes connections from now on; port 0 takes a free one."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
+    listener.bind((host, port))
     listener.listen(2048)
     return listener
 

@@ -1,4 +1,4 @@
-"""Real NATS servers with JetStream for tests: one, or a cluster of three, on loopback."""
+"""Real NATS servers with JetStream: one, or a cluster of three."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def program() -> str | None:
     return str(beside) if beside.exists() else shutil.which("nats-server")
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
     """Ports that nobody listens on now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
-            one.bind(("127.0.0.1", 0))
+            one.bind((address, 0))
         return [one.getsockname()[1] for one in sockets]
 
 
@@ -39,20 +39,21 @@ class NatsServers:
     ports: list[int]
     routes: list[int]
     processes: list[subprocess.Popen[bytes] | None] = field(default_factory=list)
+    address: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
         """The address of all of them."""
-        return "nats://" + ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        return "nats://" + ",".join(f"{self.address}:{port}" for port in self.ports)
 
     def start(self, number: int) -> None:
         """Start one, with what it had."""
         folder = self.folder / str(number)
         folder.mkdir(parents=True, exist_ok=True)
-        routes = ", ".join(f'"nats-route://127.0.0.1:{port}"' for port in self.routes)
-        cluster = f"cluster {{ name: tests, listen: 127.0.0.1:{self.routes[number]}, routes: [{routes}] }}\n"
+        routes = ", ".join(f'"nats-route://{self.address}:{port}"' for port in self.routes)
+        cluster = f"cluster {{ name: rollbook, listen: {self.address}:{self.routes[number]}, routes: [{routes}] }}\n"
         (folder / "nats.conf").write_text(
-            f"server_name: n{number}\nlisten: 127.0.0.1:{self.ports[number]}\n"
+            f"server_name: n{number}\nlisten: {self.address}:{self.ports[number]}\n"
             f'jetstream {{ store_dir: "{folder}/data", max_mem: 64M, max_file: 8G, sync_interval: always }}\n'
             + (cluster if len(self.ports) > 1 else "")
         )
@@ -102,10 +103,10 @@ class NatsServers:
 
 
 @contextlib.contextmanager
-def nats_servers(folder: Path, count: int = 1) -> Iterator[NatsServers]:
+def nats_servers(folder: Path, count: int = 1, address: str = "127.0.0.1") -> Iterator[NatsServers]:
     """Servers that end with the context."""
-    ports = free_ports(2 * count)
-    servers = NatsServers(folder, ports[:count], ports[count:], [None] * count)
+    ports = free_ports(2 * count, address)
+    servers = NatsServers(folder, ports[:count], ports[count:], [None] * count, address)
     try:
         for number in range(count):
             servers.start(number)
