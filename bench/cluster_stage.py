@@ -30,6 +30,7 @@ from rollbook.store.config import toml_lines
 from rollbook.store.events import SyncFinished
 from rollbook.store.hosts.carrier import Carrier
 from rollbook.store.hosts.join import join
+from rollbook.store.log.store import Store as LogStore
 from rollbook.store.log.tail import Filter
 from rollbook.store.secret import SECRET, store_secret
 from rollbook.store.settings import OwnMediumSettings
@@ -136,7 +137,9 @@ class Stage:
 
     def opened(self, host: str) -> Store:
         """A host's store, opened by this process, which is a process of that host then."""
-        return store.open(self.store(host))
+        carrier = Carrier(self.store(host), self.store_id, self.settings())
+        carrier.catch_up()
+        return LogStore(self.store(host), self.store_id, carrier=carrier)
 
     def of(self, host: str) -> list[tuple[str, str]]:
         """The processes of a host."""
@@ -224,7 +227,7 @@ class Stage:
 def closed(log: Store) -> None:
     """End what a store that was opened here does for its host."""
     if log.carrier is not None:
-        log.carrier.close()  # type: ignore[attr-defined]
+        log.carrier.close()
 
 
 def _port(net: Network, number: int) -> int:

@@ -51,10 +51,11 @@ def refresh_units(store: Path, store_id: str, replica: Replica) -> None:
     Raises:
         RemoteError: object storage does not answer.
     """
+    if replica.units == []:
+        return  # nothing new: what is here stays
     settings, lane = read_settings(store), replica.lane
     if settings.remote.uri is None:
-        replica.units = []
-        return
+        return  # asked for again once it is known where they are
     base = f"{remote_folder(settings.remote.uri, store_id)}/sealed/{lane}"
     with explained(base, settings.remote):
         system, path = remote_place(base, settings.remote)

@@ -24,6 +24,8 @@ class Hosts:
 
     def __init__(self, folder: Path, settings: MediumSettings) -> None:
         self.folder, self.settings = folder, settings
+        self.tables: dict[str, dict[str, object]] = {}
+        """Of every host's store.toml, beside the medium's."""
         self._carriers: list[Carrier] = []
         store.open(folder / "a", create=True)
         self.store_id = read_marker(folder / "a")
@@ -31,7 +33,7 @@ class Hosts:
 
     def _write_settings(self, folder: Path, settings: MediumSettings) -> None:
         chosen = {k: v for k, v in settings.model_dump(mode="json").items() if v is not None}
-        (folder / "store.toml").write_text(toml_lines({"medium": chosen}))
+        (folder / "store.toml").write_text(toml_lines({"medium": chosen, **self.tables}))
 
     def open(self, name: str, **changes: object) -> LogStore:
         """One process of a host; the host is made where it is not there yet."""

@@ -3,6 +3,7 @@ all."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,6 +81,23 @@ def test_units_are_read_where_they_are_and_a_late_host_needs_no_chunks(
     assert [u.name for u in current_units(b.path, lane)] == [u.name for u in current_units(a.path, lane)]
     assert not Sealer(b).run_once(10).damage, "another host's lane is not its own to seal"
     assert [lane.fault for lane in verify_store(c)] == [None]
+
+
+def test_what_a_host_knows_of_units_stays(bucket_hosts: Hosts, note: Note) -> None:
+    """In its next process, and the one after that."""
+    bucket_hosts.tables = {"seal": {"keep_wal_bytes": 0}}
+    a = bucket_hosts.open("a")
+    lane = _fill(a, note)
+    Sealer(a).run_once(10)
+    with a.writer("serve") as writer:
+        writer.append([note("later")]).result(10)
+        time.sleep(1.5)  # its units are told of once a second
+    for _ in range(3):
+        b = bucket_hosts.open("b")
+        assert current_units(b.path, lane)
+        assert rows(b) == rows(a)
+        assert [found.fault for found in verify_store(b)] == [None]
+        b.carrier.close()
 
 
 def test_a_host_that_was_away_for_longer_than_chunks_stay(bucket_hosts: Hosts, note: Note) -> None:
