@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rollbook.store.errors import FencedError, LaneLockedError, MediumError
+from rollbook.store.errors import LaneLockedError, MediumError
 from rollbook.store.hosts.session import Session, Witness
 from rollbook.store.ids import now_us
 from rollbook.store.medium.medium import Medium, claim_sequence
@@ -58,8 +58,12 @@ def held_claim(
         left = [holder for holder in holders if holder not in gone]
         other = next((h for h in left if not (shared and h["shared"])), None)
         if other is None:
-            if register.replace([*left, own]):
-                break
+            try:
+                if register.replace([*left, own]):
+                    break
+            except MediumError:
+                _release_later(medium, session, what, own)  # it may be there
+                raise
         elif time.monotonic() >= until and (at_once or witness.runs(other["session"])):
             raise LaneLockedError(
                 f"{what} is being done by {witness.described(other['session'])}: stop that process, or "
@@ -70,12 +74,19 @@ def held_claim(
     try:
         yield
     finally:
-        with contextlib.suppress(MediumError, FencedError):  # then it ends with the session
+        try:
             _release(register, own)
+        except MediumError:
+            _release_later(medium, session, what, own)
 
 
 def _holders(register: Register) -> list[Holder]:
     return register.read() or []
+
+
+def _release_later(medium: Medium, session: Session, what: str, own: Holder) -> None:
+    """Give it back once the medium answers; with the session it ends in any case."""
+    session.later(lambda: _release(Register(medium, claim_sequence(what)), own))
 
 
 def _release(register: Register, own: Holder) -> None:

@@ -14,6 +14,8 @@ import logging
 import os
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,7 @@ class Session:
         self._unanswered: Any = None
         self._changed = threading.Condition()
         self._closing = False
+        self._left: deque[Callable[[], None]] = deque()
         self._renew()
         self._thread = threading.Thread(target=self._run, name="session", daemon=True)
         self._thread.start()
@@ -90,6 +93,16 @@ class Session:
         if self._fenced is not None:
             raise FencedError(f"this process's lease was ended by {self._fenced}: start it again")
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Have something done as soon as the medium answers again, while the session lasts.
+
+        Args:
+            work: raises `MediumError` where that does not answer, and is called again then.
+        """
+        with self._changed:
+            self._left.append(work)
+            self._changed.notify_all()
+
     def close(self) -> None:
         """End it: all that it holds is free at once. Safe to call twice."""
         with self._changed:
@@ -112,17 +125,25 @@ class Session:
         due, told = seconds() + pause, False
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing, max(due - seconds(), 0.0))
+                wanted = min(due, seconds() + RETRY_S) if self._left else due
+                self._changed.wait_for(lambda: self._closing, max(wanted - seconds(), 0.0))
                 if self._closing or self._fenced is not None:
                     return
             try:
-                self._renew()
-                due, told = seconds() + pause, False
+                if seconds() >= due:
+                    self._renew()
+                    due, told = seconds() + pause, False
+                self._do_left()
             except MediumError as error:
-                due = seconds() + RETRY_S
+                due = seconds() + RETRY_S if seconds() >= due else due
                 if not self.valid and not told:
                     logger.warning("the lease cannot be renewed, and nothing is acknowledged: %s", error)
                     told = True
+
+    def _do_left(self) -> None:
+        while self._left:
+            self._left[0]()
+            self._left.popleft()
 
     def _renew(self, *, ended: bool = False) -> None:
         with self._changed:

@@ -20,20 +20,26 @@ LEASE_S = 0.8
 
 
 class Cut:
-    """A medium that can be cut off from one host: nothing of it arrives, or is answered.
+    """A medium that can be cut off from one host: nothing of it arrives, or is answered; or what is put
+    arrives, and the answer does not.
 
     Beside it every test runs over real ones.
     """
 
     def __init__(self, medium: Medium) -> None:
-        self._medium, self.is_cut = medium, False
+        self._medium, self.is_cut, self.is_mute = medium, False, False
+
+    def put(self, sequence: str, number: int, data: bytes) -> bool:
+        """See `Medium`."""
+        done = self._refuse() if self.is_cut else self._medium.put(sequence, number, data)
+        return self._refuse() if self.is_mute else done
 
     def __getattr__(self, name: str) -> object:
         if self.is_cut and name not in ("address", "most_bytes", "pace_s", "close", "listen"):
             return self._refuse
         return getattr(self._medium, name)
 
-    def _refuse(self, *_: object) -> None:
+    def _refuse(self, *_: object) -> bool:
         raise MediumError("no answer")
 
 
@@ -143,6 +149,28 @@ def test_a_claim_may_be_shared(folder_hosts: Hosts) -> None:
 
 def _is_held(claim: Callable[[], AbstractContextManager[None]]) -> None:
     with pytest.raises(LaneLockedError), claim():
+        pass
+
+
+def test_a_claim_is_free_though_an_answer_was_lost(folder_hosts: Hosts) -> None:
+    """Its process goes on, and has it not: whether it was taken it cannot know, or it could not give it
+    back."""
+    a, b = folder_hosts.open("a"), folder_hosts.open("b")
+    with a.claim("something else", "wait"):
+        pass
+    cut = cut_off(a)
+    cut.is_mute = True
+    with pytest.raises(MediumError), a.claim("x", "wait"):
+        pass
+    cut.is_mute = False
+    with b.claim("x", "wait", 5):
+        pass
+    with a.claim("x", "wait", 5):
+        cut.is_cut = True
+    cut.is_cut = False
+    with b.claim("x", "wait", 5):
+        pass
+    with a.claim("x", "wait", 5):
         pass
 
 
