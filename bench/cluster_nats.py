@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollbook.bench.tied import end_with_parent
+
 READY_S = 30.0
 
 
@@ -61,7 +63,9 @@ class NatsServers:
         assert path is not None
         with (folder / "log").open("ab") as log:
             command = [path, "-c", str(folder / "nats.conf")]
-            self.processes[number] = subprocess.Popen(command, stdout=log, stderr=log)
+            self.processes[number] = subprocess.Popen(
+                command, stdout=log, stderr=log, preexec_fn=end_with_parent
+            )
 
     def kill(self, number: int) -> None:
         """End one without a word."""

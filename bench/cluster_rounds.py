@@ -36,9 +36,9 @@ from rollbook.store.events import Event, StepCommitted
 from rollbook.store.upkeep.verify import verify_store
 from rollbook.testing.ledger import fold_ledger
 
-MEDIUM, PROXY, SEALER, FOLLOWS, TRAINS, HOST = (
+MEDIUM, PROXY, SEALER, FOLLOWS, TRAINS, HOST, CUT, PAUSED = (
     *("medium", "proxy", "sealer", "follower", "trainer"),
-    "host and its disk",
+    *("host and its disk", "cut off", "paused"),
 )
 WITHIN_S = 2.0
 """A disk that is lost takes with it what was acknowledged within this time, at most, where that is by this
@@ -131,7 +131,7 @@ def rounds(
 
 
 def _one(stage: Stage, dice: random.Random, plan: RoundPlan, found: Found) -> str:
-    choices = [MEDIUM, PROXY, PROXY, SEALER, FOLLOWS, HOST]
+    choices = [MEDIUM, PROXY, PROXY, SEALER, FOLLOWS, HOST, PAUSED, *([CUT] if stage.net.apart else [])]
     what = dice.choice([*choices, TRAINS] if stage.kind.trains else choices)
     until = time.monotonic() + dice.uniform(0.0, plan.gap_s)
     while time.monotonic() < until:
@@ -140,6 +140,11 @@ def _one(stage: Stage, dice: random.Random, plan: RoundPlan, found: Found) -> st
     away = dice.choice(plan.away_s)
     if what == MEDIUM:
         what = _kill_medium(stage, dice, min(away, 3.0), found)
+    elif what in (CUT, PAUSED):
+        host = dice.choice(PROXIES)
+        with stage.paused(host) if what == PAUSED else stage.cut_off(host):
+            _pass(stage, away)
+        what = f"{host} {what}"
     elif what == HOST:
         hosts = [*PROXIES, FOLLOWER, *([TRAINER] if stage.kind.trains else [])]
         host = dice.choice(hosts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -180,6 +181,28 @@ class Stage:
                 victim.start()
         return ended
 
+    @contextlib.contextmanager
+    def paused(self, host: str) -> Iterator[None]:
+        """Context: nothing of a host runs, as where its machine hangs."""
+        pids = [self.victims[key].pid for key in self.of(host) if self.victims[key].running]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def cut_off(self, host: str) -> Iterator[None]:
+        """Context: nothing from a host reaches the medium; clients and other hosts reach it."""
+        self.machines[host].cut_off(self.net.outside)
+        try:
+            yield
+        finally:
+            self.machines[host].heal(self.net.outside)
+
     def replies(self) -> int:
         """How many clients have by now."""
         return int(self.agents.ask(do="count")["replies"])
@@ -218,10 +241,8 @@ class Stage:
         remote = {"uri": f"s3://{BUCKET}/units", "endpoint": self.medium.endpoint}
         tables = {"medium": own, "remote": remote, **SMALL}
         (self.store(host) / "store.toml").write_text(toml_lines(tables).lstrip("\n") + "\n")
-        if host != FIRST:
-            secret = self.folder / SECRET
-            shutil.copy(secret, self.store(host) / SECRET)
-            (self.store(host) / SECRET).chmod(0o600)
+        shutil.copy(self.folder / SECRET, self.store(host) / SECRET)
+        (self.store(host) / SECRET).chmod(0o600)
 
 
 def closed(log: Store) -> None:

@@ -73,6 +73,8 @@ class Follower:
         self._lanes: dict[str, _Lane] = {}
         self._visible: dict[str, int] = {}
         self._earlier = _readable_before(store)
+        self._hurried = True
+        """Whether the next look is to find all that is in the medium."""
         self._stale = True
         """Whether the file of what may be read is to be written, whatever it says."""
         self._discovered_at = self._discover_due = 0.0
@@ -101,7 +103,7 @@ class Follower:
 
     def hurry(self) -> None:
         """Look at every lane, and for lanes, in the next step."""
-        self._discover_due = 0.0
+        self._discover_due, self._hurried = 0.0, True
         for lane in self._lanes.values():
             lane.due = 0.0
 
@@ -175,7 +177,8 @@ class Follower:
         """Take the chunks that have come; the lanes that grew."""
         begun = seconds()
         wanted = [(lane.replica.sequence, lane.replica.number, lane.window) for lane in due]
-        for lane, entries in zip(due, self._medium.read_each(wanted), strict=True):
+        newest, self._hurried = self._hurried, False
+        for lane, entries in zip(due, self._medium.read_each(wanted, newest=newest), strict=True):
             now = seconds()
             replica = lane.replica
             try:
@@ -189,11 +192,14 @@ class Follower:
                 self._failed(lane, error)
                 continue
             if entries:
+                self._hurried |= newest  # what is behind them is to be seen as soon
                 lane.grew, lane.due = now, now if len(entries) == lane.window else now + FIRST_PAUSE_S
                 lane.window = min(2 * lane.window, WINDOW) if len(entries) == lane.window else 1
                 yield lane
             else:
-                lane.empty_at, lane.window = begun, 1
+                lane.window = 1
+                if newest:
+                    lane.empty_at = begun
                 if now - lane.looked > GAP_LOOK_S:
                     lane.looked = now
                     self._pass_over_gap(replica)

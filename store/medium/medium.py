@@ -54,8 +54,12 @@ class Medium(Protocol):
             MediumError: no answer, or a refusal.
         """
 
-    def read_each(self, wanted: Sequence[Wanted]) -> list[list[bytes]]:
+    def read_each(self, wanted: Sequence[Wanted], *, newest: bool = False) -> list[list[bytes]]:
         """`read` of several sequences, at the same time.
+
+        Args:
+            newest: whether what was put before this call is to be found; otherwise it may be missing for a
+                while, where the medium has copies that are behind.
 
         Raises:
             MediumError: no answer, or a refusal.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
@@ -106,7 +106,7 @@ class NatsMedium:
         if newest is None or newest[0] != number - 1:
             newest = await self._last(sequence)
         if newest is not None and newest[0] >= number:
-            return await self._read(sequence, number, 1) == [data]
+            return await self._read(sequence, number, 1, newest=True) == [data]
         if number > (-1 if newest is None else newest[0]) + 1:
             raise MediumError(
                 f"{self.address}, {sequence}: entry {number} cannot be put before those in front of it"
@@ -118,36 +118,45 @@ class NatsMedium:
         except APIError as error:
             if error.err_code != _WRONG_LAST:
                 raise
-            return await self._read(sequence, number, 1) == [data]
+            return await self._read(sequence, number, 1, newest=True) == [data]
         self._newest[sequence] = number, ack.seq
         return True
 
     def read(self, sequence: str, start: int, most: int = 1) -> list[bytes]:
         """See `Medium`."""
-        return self._run(self._read(sequence, start, most))
+        return self._run(self._read(sequence, start, most, newest=True))
 
-    def read_each(self, wanted: Sequence[Wanted]) -> list[list[bytes]]:
+    def read_each(self, wanted: Sequence[Wanted], *, newest: bool = False) -> list[list[bytes]]:
         """See `Medium`."""
-        return self._run(self._read_each(wanted))
+        return self._run(self._read_each(wanted, newest))
 
-    async def _read_each(self, wanted: Sequence[Wanted]) -> list[list[bytes]]:
-        return list(await asyncio.gather(*(self._read(*one) for one in wanted)))
+    async def _read_each(self, wanted: Sequence[Wanted], newest: bool) -> list[list[bytes]]:
+        return list(await asyncio.gather(*(self._read(*one, newest=newest) for one in wanted)))
 
-    async def _read(self, sequence: str, start: int, most: int) -> list[bytes]:
+    async def _read(self, sequence: str, start: int, most: int, *, newest: bool = False) -> list[bytes]:
+        entries = await self._read_of(sequence, start, most, leader=False)
+        if newest and len(entries) < most:
+            # Any copy may have answered, and one that is behind does not have what the leader has.
+            last, following = await self._last(sequence), start + len(entries)
+            if last is not None and last[0] >= following:
+                entries += await self._read_of(sequence, following, most - len(entries), leader=True)
+        return entries
+
+    async def _read_of(self, sequence: str, start: int, most: int, *, leader: bool) -> list[bytes]:
         reached = self._reached.get(sequence)
         if reached is None or reached[0] != start - 1:
-            reached = await self._before(sequence, start)
+            reached = await self._before(sequence, start, leader=leader)
         if reached is None:
             return []
         entries: list[bytes] = []
-        for at, data in await self._next(sequence, reached[1] + 1, most):
+        for at, data in await self._next(sequence, reached[1] + 1, most, leader=leader):
             if at[0] != start + len(entries):
                 break
             self._reached[sequence] = at
             entries.append(data)
         return entries
 
-    async def _before(self, sequence: str, number: int) -> At | None:
+    async def _before(self, sequence: str, number: int, *, leader: bool = True) -> At | None:
         """An entry's place less one: where its number has just been, or None where it is not there."""
         newest = await self._last(sequence)
         if newest is None or newest[0] < number:
@@ -155,15 +164,20 @@ class NatsMedium:
         low, high = 1, newest[1]  # the entry's message is among these
         while low < high:
             middle = (low + high) // 2
-            found = await self._next(sequence, middle, 1)
+            found = await self._next(sequence, middle, 1, leader=leader)
             if not found or found[0][0][0] >= number:
                 high = min(middle, found[0][0][1]) if found else middle
             else:
                 low = found[0][0][1] + 1
         return number - 1, low - 1
 
-    async def _next(self, sequence: str, place: int, most: int) -> list[tuple[At, bytes]]:
-        """The messages of a sequence from a place in the stream on, at most so many."""
+    async def _next(
+        self, sequence: str, place: int, most: int, *, leader: bool
+    ) -> list[tuple[At, bytes]]:
+        """The messages of a sequence from a place in the stream on, at most so many: of any copy, or of the
+        leader, one by one."""
+        if leader:
+            return [found async for found in self._next_of_leader(sequence, place, most)]
         inbox = self._nc.new_inbox()
         listening = await self._nc.subscribe(inbox)
         found: list[tuple[At, bytes]] = []
@@ -185,6 +199,21 @@ class NatsMedium:
             await listening.unsubscribe()
         return found
 
+    async def _next_of_leader(
+        self, sequence: str, place: int, most: int
+    ) -> AsyncIterator[tuple[At, bytes]]:
+        for _ in range(most):
+            try:
+                message = await self._js.get_msg(
+                    self._stream, place, self._subject(sequence), direct=False, next=True
+                )
+            except NotFoundError:
+                return
+            assert message.headers is not None
+            assert message.seq is not None
+            yield (int(message.headers[NUMBER]), message.seq), message.data or b""
+            place = message.seq + 1
+
     def last(self, sequence: str) -> int | None:
         """See `Medium`."""
         newest = self._run(self._last(sequence))
@@ -202,7 +231,7 @@ class NatsMedium:
 
     def first(self, sequence: str) -> int | None:
         """See `Medium`."""
-        found = self._run(self._next(sequence, 1, 1))
+        found = self._run(self._next(sequence, 1, 1, leader=True))
         return found[0][0][0] if found else None
 
     def sequences(self, kind: str) -> list[str]:

@@ -63,8 +63,8 @@ class ObjectMedium:
         """See `Medium`."""
         return self.read_each([(sequence, start, most)])[0]
 
-    def read_each(self, wanted: Sequence[Wanted]) -> list[list[bytes]]:
-        """See `Medium`."""
+    def read_each(self, wanted: Sequence[Wanted], *, newest: bool = False) -> list[list[bytes]]:
+        """See `Medium`: every read is of the newest."""
         with self._explained(wanted[0][0] if wanted else ""):
             return self._loop.run(self._read_each(wanted), PATIENCE_S * 4)
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from rollbook.store.errors import ConfigError, MediumError
+from rollbook.store.ids import new_id
 from rollbook.store.medium.medium import Medium, claim_sequence, claimed, lane_of, lane_sequence
 from rollbook.store.medium.open import opened_medium
 from rollbook.store.medium.register import Register
@@ -138,3 +139,35 @@ def test_a_store_leads_nowhere_that_the_operator_does_not_name(
     monkeypatch.delenv("ROLLBOOK_ALLOW", raising=False)
     with pytest.raises(MediumError, match=f"ROLLBOOK_ALLOW={missing}"):
         opened_medium(MediumSettings(url=url), "id")
+
+
+def test_a_copy_that_is_behind_hides_nothing(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of NATS, any copy answers who reads: one that has nothing yet. Who must know asks the leader, so that
+    nobody takes a session for ended, or his own entry for another's."""
+    from rollbook.store.medium.nats import At, NatsMedium
+
+    monkeypatch.setenv("ROLLBOOK_ALLOW", nats_url.removeprefix("nats://"))
+    store_id = new_id()
+    one, other = (opened_medium(MediumSettings(url=nats_url), store_id) for _ in range(2))
+    for i in range(5):
+        assert one.put("sessions/a", i, b"%d" % i)
+
+    def behind(medium: NatsMedium) -> None:
+        of_any = medium._next
+
+        async def _next(sequence: str, place: int, most: int, *, leader: bool) -> list[tuple[At, bytes]]:
+            found = await of_any(sequence, place, most, leader=leader)
+            return found if leader else [entry for entry in found if entry[0][0] < 3]
+
+        monkeypatch.setattr(medium, "_next", _next)
+
+    assert isinstance(other, NatsMedium)
+    behind(other)
+    assert other.read_each([("sessions/a", 2, 8)]) == [[b"2"]]
+    assert other.read_each([("sessions/a", 2, 8)], newest=True) == [[b"2", b"3", b"4"]]
+    assert other.read("sessions/a", 4) == [b"4"]
+    assert Register(other, "sessions/a").read() == 4
+    assert other.put("sessions/a", 4, b"4")
+    assert not other.put("sessions/a", 4, b"other")
+    for medium in (one, other):
+        medium.close()
