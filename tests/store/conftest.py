@@ -40,6 +40,7 @@ def storage(storage_server: ObjectStorage) -> Iterator[ObjectStorage]:
     storage_server.requests.clear()
     yield storage_server
     storage_server.before = storage_server.after = lambda number: None
+    storage_server.refused = storage_server.spoilt = lambda method: None
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,8 @@ class ObjectStorage:
     Attributes:
         requests: "METHOD path" of each request, in order.
         before, after: called with a request's number (from 1) before and after it is served.
+        refused: called with a request's method; a status with which it is answered instead of being served.
+        spoilt: likewise once it is served; its answer is lost then.
     """
 
     BUCKET = "rollouts"
@@ -46,6 +48,8 @@ class ObjectStorage:
         self.requests: list[str] = []
         self.before: Callable[[int], object] = lambda number: None
         self.after: Callable[[int], object] = lambda number: None
+        self.refused: Callable[[str], str | None] = lambda method: None
+        self.spoilt: Callable[[str], str | None] = lambda method: None
         self._app = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.Lock()
         self.port = 0
@@ -118,6 +122,15 @@ class ObjectStorage:
             self.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}")
             number = len(self.requests)
         self.before(number)
-        answer = list(self._app(environ, start_response))
+        if status := self.refused(environ["REQUEST_METHOD"]):
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response(status, [("Content-Length", "0")])
+            return []
+        held: list[Any] = []
+        answer = list(self._app(environ, lambda *words: held.append(words)))
         self.after(number)
+        if status := self.spoilt(environ["REQUEST_METHOD"]):
+            start_response(status, [("Content-Length", "0")])
+            return []
+        start_response(*held[-1])
         return answer
