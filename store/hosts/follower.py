@@ -28,6 +28,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE = 0.03, 1.0, 10.0
 """Between two looks at a lane: this share of how long nothing came."""
 GAP_LOOK_S = 30.0
 """Between two looks whether the chunk to come was removed, as units in object storage hold the same."""
+UNITS_S = 5.0
+"""Between two looks for a lane's units, where they are not known."""
 DISCOVER_S = 1.0
 """Between two looks for lanes."""
 
@@ -43,6 +45,8 @@ class _Lane:
     grew: float = 0.0
     empty_at: float = 0.0
     """When the look began that found nothing new."""
+    units_due: float = 0.0
+    """When its units are asked for, if they are not known."""
     window: int = 1
     looked: float = 0.0
     """When it was last looked whether the chunk to come was removed."""
@@ -131,12 +135,26 @@ class Follower:
         if grown or self._stale:
             self._show()
             for lane in grown:
-                if lane.replica.units:
-                    self._refresh_units(lane.replica)
+                self._learn_units(lane)
                 lane.replica.save()
             self._note_ends()
+        for lane in self._lanes.values():
+            if lane.units_due <= now and lane.replica.units != []:
+                self._learn_units(lane)
+                lane.replica.save()
         dues = [lane.due for lane in self._lanes.values() if not lane.replica.fenced]
         return max(min([self._discover_due, *dues]) - seconds(), 0.0)
+
+    def _learn_units(self, lane: _Lane) -> None:
+        """Have the manifests of units that a lane's owner told of; later, if object storage does not answer.
+        Its events are in the medium, too."""
+        lane.units_due = seconds() + UNITS_S
+        if lane.replica.units == []:
+            return
+        try:
+            self._refresh_units(lane.replica)
+        except StoreError as error:
+            logger.warning("the sealed units of lane %s are looked for again: %s", lane.replica.lane, error)
 
     def _note_ends(self) -> None:
         """Let others of this host know which lanes have ended, and are all here."""
@@ -212,7 +230,7 @@ class Follower:
         lane.failure = error if lane.looked else None
         lane.looked, lane.due = seconds(), seconds() + (LONGEST_PAUSE_S if lane.failure else 0.0)
         lane.replica.units = None
-        self._refresh_units(lane.replica)
+        self._learn_units(lane)
 
     def _pass_over_gap(self, replica: Replica) -> None:
         """Go on behind sealed units where the chunks that hold the same are not in the medium any more."""

@@ -109,10 +109,10 @@ class Replica:
         for part in chunk.parts:
             self._write(part, place)
         self.number, self.epoch, self.session = chunk.number + 1, chunk.epoch, chunk.session
-        if chunk.kind == "fence":
-            self.fenced = True
         if chunk.units is not None:
             self.units = list(chunk.units)
+        if chunk.kind == "fence":
+            self.fenced, self.units = True, None  # its owner could not tell of its last ones
         if chunk.cut or chunk.next_seq > (self.pending[-1].end if self.pending else self.visible):
             self.pending.append(Pending(chunk.next_seq, dict(chunk.cut)))
         return chunk

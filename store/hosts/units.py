@@ -16,6 +16,7 @@ from rollbook.store.sealed.unit import (
     MANIFEST,
     UNIT_NAME,
     Unit,
+    choose,
     current_units,
     parse_manifest,
     read_manifest,
@@ -59,22 +60,30 @@ def refresh_units(store: Path, store_id: str, replica: Replica) -> None:
     base = f"{remote_folder(settings.remote.uri, store_id)}/sealed/{lane}"
     with explained(base, settings.remote):
         system, path = remote_place(base, settings.remote)
-        wanted = _listed(system, path) if replica.units is None else replica.units
         known = _manifests(store, lane)
-        for entry in wanted:
-            name = entry.removesuffix(_DROPPED)
-            if name in known and (known[name].dropped_us is not None) == entry.endswith(_DROPPED):
-                continue
-            with system.open_input_stream(f"{path}/{name}/{MANIFEST}") as stream:
-                unit = with_remote(
-                    parse_manifest(stream.read(), f"{base}/{name}/{MANIFEST}"), f"{base}/{name}"
-                )
-            make_folder(unit_folder(store, unit))
-            write_manifest(unit_folder(store, unit), unit)
+
+        def copy(wanted: list[str]) -> None:
+            for entry in wanted:
+                name = entry.removesuffix(_DROPPED)
+                if name in known and (known[name].dropped_us is not None) == entry.endswith(_DROPPED):
+                    continue
+                with system.open_input_stream(f"{path}/{name}/{MANIFEST}") as stream:
+                    unit = with_remote(
+                        parse_manifest(stream.read(), f"{base}/{name}/{MANIFEST}"), f"{base}/{name}"
+                    )
+                make_folder(unit_folder(store, unit))
+                write_manifest(unit_folder(store, unit), unit)
+
+        try:
+            copy(_listed(system, path) if replica.units is None else replica.units)
+        except FileNotFoundError:  # it was replaced since its owner told of it
+            copy(_listed(system, path))
     told, replica.units = replica.units, []
-    for name in known.keys() - {entry.removesuffix(_DROPPED) for entry in wanted}:
+    # What an older chunk does not name may be newer: only what another unit replaces goes.
+    here = _manifests(store, lane)
+    for name in here.keys() - {unit.name for unit in choose(here.values())}:
         shutil.rmtree(store / "sealed" / lane / name, ignore_errors=True)
-    if wanted:
+    if here:
         replica.skip_to(unsealed_start(store, lane))
         _remove_sealed_segments(store, lane, settings.seal.keep_wal_bytes)
         for unit in current_units(store, lane):

@@ -167,3 +167,42 @@ def test_retention_on_the_lane_s_host_is_everybody_s(bucket_hosts: Hosts, note: 
     assert rows(a) == rows(b)
     first, last = current_units(b.path, lane)[0].first, current_units(b.path, lane)[0].last
     assert not [n for n in segment_numbers(lane_folder(b.path, lane)) if first <= n <= last]
+
+
+def test_a_unit_that_was_replaced_since_its_owner_told_of_it(bucket_hosts: Hosts, note: Note) -> None:
+    """Several are merged, and removed; a host that comes then reads of the first ones, and has the new one."""
+    bucket_hosts.tables = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 1 << 20}}
+    a = bucket_hosts.open("a")
+    for _ in range(3):
+        lane = _fill(a, note)
+        Sealer(a).run_once(10)
+        time.sleep(1.5)  # units are told of by the lane's writer, once a second
+    b = bucket_hosts.open("b")
+    assert rows(b) == rows(a)
+    merged = {unit.name for unit in current_units(a.path, lane) if unit.generation > 1}
+    assert merged
+    assert {unit.name for unit in current_units(b.path, lane)} >= merged
+    assert [found.fault for found in verify_store(b)] == [None]
+
+
+def test_lanes_are_followed_while_object_storage_is_away(
+    tmp_path: Path, storage: ObjectStorage, note: Note, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units are there and cannot be read, and the log is in another medium: it is whole without them."""
+    service = storage.endpoint.removeprefix("http://")
+    monkeypatch.setenv("ROLLBOOK_ALLOW", f"{tmp_path},{service},s3://{storage.BUCKET}")
+    hosts = Hosts(tmp_path, MediumSettings(url=f"file://{tmp_path}/medium"))
+    remote = {"uri": f"s3://{storage.BUCKET}/units", "endpoint": storage.endpoint}
+    hosts.tables = {"remote": remote, "seal": {"keep_wal_bytes": 0}}
+    a = hosts.open("a")
+    _fill(a, note)
+    Sealer(a).run_once(10)
+    with a.writer("serve") as writer:
+        writer.append([note("later")]).result(10)
+        time.sleep(1.5)
+    expected = rows(a)
+    storage.refused = lambda method: "503 Service Unavailable"
+    b = hosts.open("b")
+    assert rows(b) == expected
+    storage.refused = lambda method: None
+    hosts.close()
