@@ -70,29 +70,30 @@ class Medium:
     Attributes:
         url, endpoint: of the settings.
         brokers: of NATS; gate: before object storage.
-        storage: the process that has the objects.
+        storage: the process that has the objects, at `storage_url` without the gate.
     """
 
     url: str
     endpoint: str
     storage: Process
+    storage_url: str
     gate: Victim
     brokers: NatsServers | None
 
     @property
     def allowed(self) -> str:
         """What stores may lead to."""
-        names = [f"s3://{BUCKET}", self.endpoint.removeprefix("http://")]
+        names = [f"s3://{BUCKET}", *(u.removeprefix("http://") for u in (self.endpoint, self.storage_url))]
         return ",".join([*names, self.url.removeprefix("nats://")] if self.brokers is not None else names)
 
 
 @contextlib.contextmanager
-def medium_of(folder: Path, kind: str, address: str) -> Iterator[Medium]:
+def medium_of(folder: Path, kind: str, address: str, cores: str = "all") -> Iterator[Medium]:
     """The servers of a medium, and object storage in any case, as checkpoints and units go there."""
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         storage = stack.enter_context(
-            Process("storage", module("rollbook.bench.cluster_storage", "storage"), folder, "all")
+            Process("storage", module("rollbook.bench.cluster_storage", "storage"), folder, cores)
         )
         behind = storage.url()
         [port] = free_ports(1, address)
@@ -104,7 +105,7 @@ def medium_of(folder: Path, kind: str, address: str) -> Iterator[Medium]:
             stack.enter_context(nats_servers(folder / "nats", 3, address)) if kind == NATS else None
         )
         url = f"s3://{BUCKET}/team" if brokers is None else brokers.url
-        yield Medium(url, f"http://{address}:{port}", storage, gate, brokers)
+        yield Medium(url, f"http://{address}:{port}", storage, behind, gate, brokers)
 
 
 @dataclass(slots=True)

@@ -96,12 +96,24 @@ class Process:
         Raises:
             BenchError: it ended, or reports an error.
         """
+        self.send(**command)
+        return self.answer()
+
+    def send(self, **command: Any) -> None:
+        """Send it a command, and go on; `answer` waits for what it says."""
         assert self.child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then there is no answer either
             self.child.stdin.write(orjson.dumps(command) + b"\n")
             self.child.stdin.flush()
+
+    def answer(self) -> Any:
+        """Its answer to the command that was sent last.
+
+        Raises:
+            BenchError: it ended, or reports an error.
+        """
         answer = orjson.loads(self.line())
-        if "error" in answer:
+        if isinstance(answer, dict) and "error" in answer:
             raise self.failed(answer["error"])
         return answer
 
