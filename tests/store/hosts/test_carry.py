@@ -120,9 +120,9 @@ class Hiding:
     def __getattr__(self, name: str) -> object:
         return getattr(self._medium, name)
 
-    def read_each(self, wanted: Sequence[Wanted]) -> list[list[bytes]]:
+    def read_each(self, wanted: Sequence[Wanted], *, newest: bool = False) -> list[list[bytes]]:
         """Nothing of what is hidden."""
-        read = self._medium.read_each(wanted)
+        read = self._medium.read_each(wanted, newest=newest)
         return [[] if of[0] in self.hidden else entries for of, entries in zip(wanted, read, strict=True)]
 
 

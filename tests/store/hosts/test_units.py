@@ -157,7 +157,9 @@ def test_retention_on_the_lane_s_host_is_everybody_s(bucket_hosts: Hosts, note: 
     lane = _fill(a, note)
     Sealer(a).run_once(10)
     b.carrier.catch_up()
-    assert all("another host's" in " ".join(v.why) for v in retain(b, "1KiB").units)
+    verdicts = retain(b, "1KiB").units
+    assert verdicts
+    assert all("another host's" in " ".join(v.why_kept) for v in verdicts)
     dropped = [v for v in retain(a, "1KiB").units if v.dropped]
     assert dropped
     Sealer(a).run_once(10)
