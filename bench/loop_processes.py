@@ -53,6 +53,7 @@ def become(
         os.environ.pop(variable, None)
     os.environ.update(environment)
     sys.argv = [module, *words]
+    sys.orig_argv = [sys.executable, "-m", module, *words]  # by which a proxy begins again
     try:
         import_module(module).main()
     except SystemExit as end:

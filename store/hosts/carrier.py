@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import threading
@@ -30,6 +31,7 @@ from rollbook.store.hosts.claims import held_claim
 from rollbook.store.hosts.follower import Follower
 from rollbook.store.hosts.host import host_name
 from rollbook.store.hosts.lifetime import forget_chunks
+from rollbook.store.hosts.orphans import LANE as ORPHANS
 from rollbook.store.hosts.orphans import move_orphans
 from rollbook.store.hosts.replica import Replica, boot_id, session_of
 from rollbook.store.hosts.session import Session, Witness, seconds
@@ -174,9 +176,18 @@ class Carrier:
                 with contextlib.suppress(LaneLockedError):
                     move_orphans(self._sender(), lane, self._orphan_writer)
 
-    def _orphan_writer(self, lane: str) -> LaneWriter:
-        name = lane if lane.endswith(f".{self.host}") else f"{lane}.{self.host}"
-        return LaneWriter(self._store, self._store_id, name, ship=self.ship)
+    def _orphan_writer(self) -> LaneWriter:
+        own = f"{ORPHANS}.{self.host}"
+        for number in itertools.count(1):
+            name = own if number == 1 else f"{own}.{number}"
+            folder = lane_folder(self._store, name)
+            # That lane may have been ended as well, with the lease of whoever wrote it.
+            if folder.exists() and is_ended(self.medium, self.host, name):
+                if not (folder / FENCED).exists():
+                    make_empty(folder / FENCED)
+                continue
+            return LaneWriter(self._store, self._store_id, name, ship=self.ship)
+        raise AssertionError
 
     def ship(self, lane: str, on_fenced: Callable[[FencedError], None]) -> LaneShipper:
         """Ship a lane whose lock this process holds, until the shipper is closed.

@@ -340,3 +340,35 @@ def test_orphans_are_moved_once_wherever_that_is_cut_short(
     assert values == ["alone", "late"]
     assert again.head()[writer.lane] == 1
     assert (lane_folder(again.path, writer.lane) / "FENCED").exists()
+
+
+def test_a_lane_of_orphans_may_be_ended_too(folder_hosts: Hosts, note: Note) -> None:
+    """Whoever moves orphans is cut off with what it has moved, once and again: each time the host begins again,
+    and all of it is there once."""
+    a, b = folder_hosts.open("a", lease_s=LEASE_S), folder_hosts.open("b", lease_s=LEASE_S)
+    for number in range(3):
+        cut = cut_off(a)
+        with a.claim("x", "wait"), a.writer("work") as writer:
+            shipped(writer, 0)
+            cut.is_cut = True
+            writer.append([note(f"alone {number}")]).result(10)
+            with b.claim("x", "wait", 20):
+                cut.is_cut = False
+                with pytest.raises(FencedError):
+                    writer.append([note(f"late {number}")]).result(10)
+        a.carrier.close()
+        a = folder_hosts.open("a", lease_s=LEASE_S)
+        cut = cut_off(a)
+        with a.writer("other"), a.claim("x", "wait"):  # moves them
+            cut.is_cut = True
+            with b.claim("x", "wait", 20):
+                pass
+        a.carrier.close()
+        a = folder_hosts.open("a", lease_s=LEASE_S)
+    with a.writer("work") as writer:
+        writer.append([note("again")]).result(10)
+    for log in (a, b):
+        log.carrier.catch_up()
+    assert rows(a) == rows(b)
+    values = [e.record.event["value"] for e in b.events() if isinstance(e.record, EventOrphaned)]
+    assert sorted(values) == sorted(f"{what} {n}" for what in ("alone", "late") for n in range(3))
