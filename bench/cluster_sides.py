@@ -20,6 +20,7 @@ from rollbook.bench.sinks import ACK_TIMEOUT_S, in_envelopes
 from rollbook.bench.tied import end_with_parent
 from rollbook.bench.turns import make_turns
 from rollbook.store.ids import now_us
+from rollbook.store.wal.files import lane_folder, read_watermark
 
 TURNS, PATIENCE_S, POLL_S = 160, 60.0, 0.005
 
@@ -68,31 +69,32 @@ class Side:
         return len(due)
 
     def fill(self, megabytes: int) -> int:
-        """Append so much, and wait until the medium has it; bytes of the lane's files."""
-        folder, wanted = self.log.path / "lanes" / self.writer.lane, megabytes << 20
-        while True:
-            size = sum(file.stat().st_size for file in folder.glob("*.wal"))
-            if size >= wanted:
-                break
-            events = [e for _ in range(8) for e in in_envelopes(self._payload)]
-            last = self.writer.append(events)
-            last.result(ACK_TIMEOUT_S)
+        """Append so much, and wait until the medium has it; bytes of the lane."""
+        while self._written() < megabytes << 20:
+            self.writer.append(in_envelopes(self._payload)).result(ACK_TIMEOUT_S)
         head, until = self.log.head()[self.writer.lane], time.monotonic() + PATIENCE_S
         while self.writer._shipment.shipped < head:
             if time.monotonic() > until:
                 raise TimeoutError("the medium did not take it")
             time.sleep(0.01)
-        return sum(file.stat().st_size for file in folder.glob("*.wal"))
+        return self._written()
+
+    def _written(self) -> int:
+        """Bytes of the lane: of its closed segments, and of the last one as far as it is written."""
+        folder = lane_folder(self.log.path, self.writer.lane)
+        mark = read_watermark(folder)
+        closed = [file for file in folder.glob("*.wal") if int(file.stem) < mark.segment]
+        return mark.offset + sum(file.stat().st_size for file in closed)
 
     def watch(self, seconds: float) -> list[float]:
         """Milliseconds from when events of others were made until they are seen here."""
         visible: list[float] = []
-        until = time.monotonic() + seconds
+        until, begun_us = time.monotonic() + seconds, now_us()
         with self.log.tail(self.log.head()) as tail:
             while time.monotonic() < until:
                 time.sleep(POLL_S)
                 events, now = tail.poll(), now_us()
-                visible += [(now - event.time_us) / 1e3 for event in events]
+                visible += [(now - e.time_us) / 1e3 for e in events if e.time_us >= begun_us]
         return visible
 
 
