@@ -104,7 +104,11 @@ def run_sizing(hosts: str, load: Load, as_json: bool) -> None:
     ]
     head = ["hosts", "PUT/s", "GET/s", "MB/s", "packed", "chunks GB", "PUT + GET + kept, $", "$ a month"]
     print_table(head, rows)
-    say(f"one follower keeps up with {sizes[0].hosts_a_follower} such hosts")
+    say(
+        f"one follower keeps up with {sizes[0].hosts_a_follower} such hosts; a lane has a prefix of its own, "
+        f"which bears {Prices().puts_prefix_s:,.0f} PUT/s, and puts {sizes[0].puts_lane_s:g}; NATS would write "
+        f"{sizes[-1].nats_mb_s:,.0f} MB/s for {sizes[-1].hosts:,} hosts, with three copies"
+    )
 
 
 def _carrier(path: Path) -> Carrier:
