@@ -125,7 +125,9 @@ def _proxies(folder: Path, plan: Plan, measured: Measured, on_round: Callable[[]
     folder.mkdir()
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     ours, others = cores[0], cores[1] if len(cores) > 1 else cores[0]
-    measured.cores = f"proxy, engine and agents share one core, the storage server has {len(cores) - 1} others"
+    measured.cores = (
+        f"proxy, engine and agents share one core, the storage server has {len(cores) - 1} others"
+    )
     set_up = Stage.set(folder, _ProxyPlan())
     stage = Stage(folder, ours, set_up.material)
     with ExitStack() as stack:
@@ -195,9 +197,7 @@ def _configure(path: Path, medium: Medium, ack: str) -> OwnMediumSettings:
 # Between hosts --------------------------------------------------------------------------------------
 
 
-def _between(
-    folder: Path, plan: Plan, name: str, measured: Measured, on_round: Callable[[], None]
-) -> None:
+def _between(folder: Path, plan: Plan, name: str, measured: Measured, on_round: Callable[[], None]) -> None:
     """Acknowledgements, what another host sees, and one that joins."""
     folder.mkdir()
     with _medium(folder / "medium", name) as medium:

@@ -166,9 +166,7 @@ def namespaces() -> bool:
     """Whether this process may make networks and mounts."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("iptables") is None:
         return False
-    tried = subprocess.run(
-        ["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, check=False
-    )
+    tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, check=False)
     return tried.returncode == 0
 
 

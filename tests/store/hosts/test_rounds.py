@@ -19,18 +19,18 @@ from pathlib import Path
 
 import pytest
 
+from rollbook import store
 from rollbook.bench.cluster_machines import Machine, Network, namespaces, network
 from rollbook.bench.cluster_rounds import rounds
 from rollbook.bench.cluster_stage import NATS, OBJECTS, Kind, Medium, environment, medium_of
 from rollbook.bench.cluster_storage import CREDENTIALS
 from rollbook.bench.loop_stage import write_model
-from rollbook import store
-from rollbook.store.log.store import Store
 from rollbook.store.config import toml_lines
 from rollbook.store.errors import LaneLockedError
 from rollbook.store.events import EventOrphaned
 from rollbook.store.hosts.carrier import Carrier
 from rollbook.store.hosts.join import join
+from rollbook.store.log.store import Store
 from rollbook.store.settings import OwnMediumSettings
 
 pytestmark = pytest.mark.crashes
@@ -205,7 +205,9 @@ def test_a_host_that_hangs_for_longer_than_its_lease(pair: Pair) -> None:
     pair.check(ended)
 
 
-@pytest.mark.skipif(not APART, reason="a host's packets are dropped in a network of its own: root, ip, iptables")
+@pytest.mark.skipif(
+    not APART, reason="a host's packets are dropped in a network of its own: root, ip, iptables"
+)
 def test_a_host_that_is_cut_off(pair: Pair) -> None:
     """Nothing of it reaches the medium, and nobody tells it so: beyond its lease it acknowledges nothing; once
     it reaches the medium again, there is one chain of each lane."""
