@@ -3,8 +3,8 @@
 - `vs_local`, `cpu`: a proxy that ships to object storage, over one without a medium, in turns.
 - `ack_p99_ms`: an append that NATS acknowledges. `visible_p99_ms`: until another host sees an event.
 - `catchup_mb_s`: a host that joins. `adopted_s`: what a dead host had open answers again.
-- `lost`, `doubled`, `changed`: of what clients were told, in rounds of faults (`cluster_rounds`); `wrong`: all
-  else that did not hold there.
+- `lost`, `doubled`, `changed`: of what clients were told, in rounds of faults (`cluster_rounds`); `wrong`:
+  all else that did not hold there.
 - What other modules measure of several hosts, where they are here: `cluster_tables`, `cluster_ray`.
 """
 
@@ -41,7 +41,9 @@ from rollbook.bench.cluster_storage import CREDENTIALS
 from rollbook.bench.loop_agents import Habits
 from rollbook.bench.loop_stage import write_model
 from rollbook.bench.processes import BenchError, Process, module
-from rollbook.bench.proxy import CHAT, PROXY, Stage
+from rollbook.bench.proxy import CHAT, Stage
+from rollbook.bench.proxy import Plan as ProxyPlan
+from rollbook.bench.proxy_outcome import PROXY
 from rollbook.bench.rounds import order
 from rollbook.ingest.trajectories.place import owner_of
 from rollbook.store.config import toml_lines
@@ -121,14 +123,14 @@ def measure(folder: Path, plan: Plan, on_round: Callable[[], None]) -> Measured:
 
 
 def _proxies(folder: Path, plan: Plan, measured: Measured, on_round: Callable[[], None]) -> None:
-    """Two proxies that take turns: one ships. The storage server has a core of its own, where there are two."""
+    """Two proxies that take turns: one ships. The storage server has a core of its own, if there are two."""
     folder.mkdir()
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     ours, others = cores[0], cores[1] if len(cores) > 1 else cores[0]
     measured.cores = (
         f"proxy, engine and agents share one core, the storage server has {len(cores) - 1} others"
     )
-    set_up = Stage.set(folder, _ProxyPlan())
+    set_up = Stage.set(folder, ProxyPlan())
     stage = Stage(folder, ours, set_up.material)
     with ExitStack() as stack:
         medium = stack.enter_context(_medium(folder / "medium", OBJECTS, others))
@@ -152,13 +154,6 @@ def _proxies(folder: Path, plan: Plan, measured: Measured, on_round: Callable[[]
                     (measured.shipped if name == SHIPPED else measured.local).append(lap)
             on_round()
         measured.storage_cores = storage_s / wall_s
-
-
-@dataclass(frozen=True, slots=True)
-class _ProxyPlan:
-    """The part of the proxy benchmark's plan that its stage reads."""
-
-    cores: int = 1
 
 
 def _lap(
@@ -272,7 +267,7 @@ def _adopted(folder: Path, model: Path, plan: Plan) -> list[float]:
         time.sleep(2.0)
         for key in stage.of(SECOND):
             stage.victims[key].end()
-        begun, took = time.monotonic(), []
+        begun, took = time.monotonic(), list[float]()
         left = list(own)
         while left:
             if time.monotonic() > begun + PATIENCE_S:
@@ -297,7 +292,16 @@ def _faults(folder: Path, model: Path, kind: Kind, count: int) -> Rounds:
     found = rounds(folder, model, kind, seed, count, lambda _: None)
     wrong = [f"seed {seed}: {text}" for text in [*found.wrong, *found.lost, *found.doubled, *found.changed]]
     return Rounds(
-        *(kind.medium, kind.ack, count, found.answered, found.apart),
-        *(len(found.lost), len(found.doubled), len(found.changed)),
-        *(found.lost_with_disks, found.worst_s, found.orphaned, wrong),
+        medium=kind.medium,
+        ack=kind.ack,
+        count=count,
+        replies=found.answered,
+        apart=found.apart,
+        lost=len(found.lost),
+        doubled=len(found.doubled),
+        changed=len(found.changed),
+        lost_with_disks=found.lost_with_disks,
+        worst_s=found.worst_s,
+        orphaned=found.orphaned,
+        wrong=wrong,
     )

@@ -1,4 +1,4 @@
-"""What must hold of a log of several hosts, whichever of them ended or was lost. From the events alone; pure."""
+"""What must hold of a log of several hosts, whichever of them ended or was lost. Pure."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ class Place:
 
     Attributes:
         namespace: of its network; None: hosts are folders.
-        own: the folder that the host's disk is; hidden: that of all hosts; disk: where the host finds its own.
+        own: the folder that the host's disk is; hidden: that of all hosts.
+        disk: where the host finds its own.
     """
 
     name: str

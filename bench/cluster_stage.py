@@ -1,7 +1,7 @@
 """One run over several hosts: two with a proxy, a trainer's with its engine, and one that follows.
 
-`rollbook serve`, `train`, the sealer, `store follow`, NATS and the sync of weights are real; object storage is
-moto's, the engine's tokens and the agents are scripted.
+`rollbook serve`, `train`, the sealer, `store follow`, NATS and the sync of weights are real; object storage
+is moto's, the engine's tokens and the agents are scripted.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Stage:
 def closed(log: Store) -> None:
     """End what a store that was opened here does for its host."""
     if log.carrier is not None:
-        log.carrier.close()
+        log.carrier.close()  # type: ignore[attr-defined]
 
 
 def _port(net: Network, number: int) -> int:

@@ -21,6 +21,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import orjson
+
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError, FencedError, StoreError
 from rollbook.store.hosts.session import Session
@@ -33,6 +35,7 @@ from rollbook.store.sealed.unit import unsealed_start
 from rollbook.store.wal.files import (
     FENCED,
     SHIPPED,
+    TOLD,
     Shipped,
     Watermark,
     closed_head,
@@ -277,7 +280,9 @@ class LaneShipper:
             raise _other_chunk(self._sender.medium, self._sequence, chunk.number)
         self._unanswered = None
         self._cut = {**self._cut, **chunk.cut}
-        self._units = self._units if chunk.units is None else list(chunk.units)
+        if chunk.units is not None:
+            self._units = list(chunk.units)
+            replace_small(self._folder / TOLD, orjson.dumps(self._units))
         self._move(end)
         return sum(len(part.data) for part in chunk.parts)
 

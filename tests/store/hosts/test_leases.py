@@ -365,8 +365,8 @@ def test_orphans_are_moved_once_wherever_that_is_cut_short(
 
 
 def test_a_lane_of_orphans_may_be_ended_too(folder_hosts: Hosts, note: Note) -> None:
-    """Whoever moves orphans is cut off with what it has moved, once and again: each time the host begins again,
-    and all of it is there once."""
+    """Whoever moves orphans is cut off with what it has moved, once and again: each time the host begins
+    again, and all of it is there once."""
     a, b = folder_hosts.open("a", lease_s=LEASE_S), folder_hosts.open("b", lease_s=LEASE_S)
     for number in range(3):
         cut = cut_off(a)
