@@ -21,8 +21,19 @@ __all__ = ["Figure", "Outcome", "Spread", "run_bench"]
 
 
 BENCHES = (
-    *("append", "bits", "cluster", "hostile", "learning", "loop", "materialize", "proxy", "recover",
-    "replay"), *("rollouts", "scale", "seal", "service", "sql", "sync", "tail", "train", "view"),
+    *(
+        "append",
+        "bits",
+        "cluster",
+        "hostile",
+        "learning",
+        "loop",
+        "materialize",
+        "proxy",
+        "recover",
+        "replay",
+    ),
+    *("rollouts", "scale", "seal", "service", "sql", "sync", "tail", "train", "view"),
 )
 """Names of the benchmarks, each a module here with `Plan`, `measure` and `outcome`."""
 SHIPPED = ("append", "bits")

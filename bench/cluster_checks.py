@@ -1,4 +1,4 @@
-"""What must hold of a log of several hosts, whichever of them ended or was lost. From the events alone; pure."""
+"""What must hold of a log of several hosts, whichever of them ended or was lost. Pure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def account(events: Sequence[Event], seen: Seen) -> Account:
     # Of an end that was orphaned the trajectory's name may be orphaned as well.
     if orphaned_ends:
         known = _orphaned_ends(orphans, names)
-        left = [(what, when) for what, when in result.lost if what.removeprefix("the finish of ") not in known]
+        left = [
+            (what, when) for what, when in result.lost if what.removeprefix("the finish of ") not in known
+        ]
         result.orphaned += len(result.lost) - len(left)
         result.lost = left
     return result

@@ -31,7 +31,8 @@ class Place:
 
     Attributes:
         namespace: of its network; None: hosts are folders.
-        own: the folder that the host's disk is; hidden: that of all hosts; disk: where the host finds its own.
+        own: the folder that the host's disk is; hidden: that of all hosts.
+        disk: where the host finds its own.
     """
 
     name: str
@@ -166,9 +167,7 @@ def namespaces() -> bool:
     """Whether this process may make networks and mounts."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("iptables") is None:
         return False
-    tried = subprocess.run(
-        ["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, check=False
-    )
+    tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "true"], capture_output=True, check=False)
     return tried.returncode == 0
 
 

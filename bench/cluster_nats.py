@@ -53,7 +53,8 @@ class NatsServers:
         folder = self.folder / str(number)
         folder.mkdir(parents=True, exist_ok=True)
         routes = ", ".join(f'"nats-route://{self.address}:{port}"' for port in self.routes)
-        cluster = f"cluster {{ name: rollbook, listen: {self.address}:{self.routes[number]}, routes: [{routes}] }}\n"
+        listen = f"{self.address}:{self.routes[number]}"
+        cluster = f"cluster {{ name: rollbook, listen: {listen}, routes: [{routes}] }}\n"
         (folder / "nats.conf").write_text(
             f"server_name: n{number}\nlisten: {self.address}:{self.ports[number]}\n"
             f'jetstream {{ store_dir: "{folder}/data", max_mem: 64M, max_file: 8G, sync_interval: always }}\n'

@@ -182,9 +182,7 @@ def _spreads(measured: Measured) -> list[Spread]:
         for medium, runs in measured.visible_ms.items()
     ]
     if measured.ack_ms:
-        spreads.append(
-            spread("acknowledged by NATS, p99", "ms", [quantile(r, 99) for r in measured.ack_ms])
-        )
+        spreads.append(spread("acknowledged by NATS, p99", "ms", [quantile(r, 99) for r in measured.ack_ms]))
     spreads += [
         spread(f"catching up over {medium}", "MB/s", speeds)
         for medium, speeds in measured.catchup_mb_s.items()

@@ -1,4 +1,4 @@
-"""Rounds of faults: in each, something of a run over several hosts is killed, or a host is lost with its disk.
+"""Rounds of faults: in each, something of a run over several hosts is killed, or one is lost with its disk.
 
 Afterwards the hosts' logs are compared with each other, and with what clients were told.
 """
@@ -69,6 +69,7 @@ class Found:
     Attributes:
         victims: what was killed -> how often.
         lost_disks: when a host's disk was removed; outages: (from, to) of the medium.
+        notes: what did not work at first.
         worst_s: how long before its disk was lost the oldest event was acknowledged that is lost.
     """
 
@@ -90,6 +91,7 @@ class Found:
     changed: list[str] = field(default_factory=list)
     orphaned: int = 0
     wrong: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -203,7 +205,8 @@ def _lose_host(stage: Stage, host: str, away: float, found: Found) -> None:
         try:
             stage.join(host)
             break
-        except store.errors.StoreError:
+        except store.errors.StoreError as error:
+            found.notes.append(f"joining again failed at first: {error}")
             if time.monotonic() > until:
                 raise
             time.sleep(0.5)

@@ -1,7 +1,7 @@
 """One run over several hosts: two with a proxy, a trainer's with its engine, and one that follows.
 
-`rollbook serve`, `train`, the sealer, `store follow`, NATS and the sync of weights are real; object storage is
-moto's, the engine's tokens and the agents are scripted.
+`rollbook serve`, `train`, the sealer, `store follow`, NATS and the sync of weights are real; object storage
+is moto's, the engine's tokens and the agents are scripted.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ def medium_of(folder: Path, kind: str, address: str, cores: str = "all") -> Iter
         gate = Victim("gate", "rollbook.bench.cluster_storage", words, folder / "gate.log")
         gate.start()
         stack.callback(gate.end)
-        brokers = (
-            stack.enter_context(nats_servers(folder / "nats", 3, address)) if kind == NATS else None
-        )
+        brokers = stack.enter_context(nats_servers(folder / "nats", 3, address)) if kind == NATS else None
         url = f"s3://{BUCKET}/team" if brokers is None else brokers.url
         yield Medium(url, f"http://{address}:{port}", storage, behind, gate, brokers)
 
@@ -249,7 +247,7 @@ class Stage:
 def closed(log: Store) -> None:
     """End what a store that was opened here does for its host."""
     if log.carrier is not None:
-        log.carrier.close()
+        log.carrier.close()  # type: ignore[attr-defined]
 
 
 def _port(net: Network, number: int) -> int:
@@ -306,14 +304,14 @@ def stage_of(folder: Path, model: Path, kind: Kind, habits: Habits) -> Iterator[
                 victim.end()
 
 
-def _victims(
-    stage: Stage, model: Path, habits: Habits, urls: list[str]
-) -> dict[tuple[str, str], Victim]:
+def _victims(stage: Stage, model: Path, habits: Habits, urls: list[str]) -> dict[tuple[str, str], Victim]:
     folder, found = stage.folder, dict[tuple[str, str], Victim]()
 
     def add(host: str, what: str, main: str, words: list[Any]) -> None:
         log = folder / f"{host}-{what}.log"
-        found[host, what] = Victim(what, main, words, log, stage.environment, place=stage.machines[host].place)
+        found[host, what] = Victim(
+            what, main, words, log, stage.environment, place=stage.machines[host].place
+        )
 
     def disk(host: str) -> Path:
         return stage.machines[host].disk / "store"

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+import threading
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,21 +30,17 @@ _AT_ONCE = 1 << 18
 
 def _storage(address: str) -> None:
     """Serve moto's S3 with one bucket, until the process ends."""
-    import boto3
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    import boto3  # type: ignore[import-untyped]
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Server(WSGIRequestHandler):
-        protocol_version = "HTTP/1.1"  # connections stay open, as a service's do
-
         def log(self, *_: Any) -> None:
             """Nothing."""
 
+    setattr(Server, "protocol_version", "HTTP/1.1")  # noqa: B010, connections stay open, as a service's do
     app = DomainDispatcherApplication(create_backend_app)
     server = make_server(address, 0, app, threaded=True, request_handler=Server)
-    server.daemon_threads = True
-    import threading
-
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://{address}:{server.port}"
     client = boto3.client(

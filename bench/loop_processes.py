@@ -42,7 +42,7 @@ _starting = threading.Lock()
 def become(
     module: str, words: Sequence[str], log: Path, environment: Mapping[str, str], place: Place | None
 ) -> None:
-    """Run as `python -m MODULE WORDS...`, with output appended to the log, at a host of its own if told so."""
+    """Run as `python -m MODULE WORDS...`, with output appended to the log, at a place if there is one."""
     end_with_parent()
     with log.open("ab") as file:
         for stream in (1, 2):

@@ -58,12 +58,8 @@ def held_claim(
         left = [holder for holder in holders if holder not in gone]
         other = next((h for h in left if not (shared and h["shared"])), None)
         if other is None:
-            try:
-                if register.replace([*left, own]):
-                    break
-            except MediumError:
-                _release_later(medium, session, what, own)  # it may be there
-                raise
+            if _put(register, [*left, own], session, own):
+                break
         elif time.monotonic() >= until and (at_once or witness.runs(other["session"])):
             raise LaneLockedError(
                 f"{what} is being done by {witness.described(other['session'])}: stop that process, or "
@@ -77,16 +73,24 @@ def held_claim(
         try:
             _release(register, own)
         except MediumError:
-            _release_later(medium, session, what, own)
+            _release_later(register, session, own)
 
 
 def _holders(register: Register) -> list[Holder]:
     return register.read() or []
 
 
-def _release_later(medium: Medium, session: Session, what: str, own: Holder) -> None:
+def _put(register: Register, holders: list[Holder], session: Session, own: Holder) -> bool:
+    try:
+        return register.replace(holders)
+    except MediumError:
+        _release_later(register, session, own)  # it may be there
+        raise
+
+
+def _release_later(register: Register, session: Session, own: Holder) -> None:
     """Give it back once the medium answers; with the session it ends in any case."""
-    session.later(lambda: _release(Register(medium, claim_sequence(what)), own))
+    session.later(lambda: _release(register, own))
 
 
 def _release(register: Register, own: Holder) -> None:

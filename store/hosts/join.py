@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +72,12 @@ def join(folder: Path, url: str, settings: MediumSettings) -> JoinReport:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     fsync_folder(folder.parent)
-    carrier = Carrier(folder, store_id, own)
     try:
-        carrier.catch_up()
-    finally:
-        carrier.close()
+        with contextlib.closing(Carrier(folder, store_id, own)) as carrier:
+            carrier.catch_up()
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # so that the same command can be given again
+        raise
     return JoinReport(host_name(folder), Store(folder, store_id).head())
 
 

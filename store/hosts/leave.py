@@ -21,6 +21,7 @@ from rollbook.store.wal.files import (
     REPLICA,
     REPLICAS,
     SHIPPED,
+    TOLD,
     lane_folder,
     read_watermark,
     write_watermark,
@@ -73,7 +74,7 @@ def _settle(store: Path, replicas: list[str]) -> None:
     for lane in replicas:
         write_watermark(lane_folder(store, lane), read_watermark(lane_folder(store, lane)))  # durably
     for folder in (store / "lanes").iterdir():
-        for name in (REPLICA, FOLLOWED, SHIPPED, FENCED):
+        for name in (REPLICA, FOLLOWED, SHIPPED, FENCED, TOLD):
             (folder / name).unlink(missing_ok=True)
     settings, values = read_settings(store), _values(store / "store.toml")
     values.pop("medium", None)

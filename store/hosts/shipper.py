@@ -21,6 +21,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import orjson
+
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError, FencedError, StoreError
 from rollbook.store.hosts.session import Session
@@ -33,6 +35,7 @@ from rollbook.store.sealed.unit import unsealed_start
 from rollbook.store.wal.files import (
     FENCED,
     SHIPPED,
+    TOLD,
     Shipped,
     Watermark,
     closed_head,
@@ -98,6 +101,7 @@ class LaneShipper:
         self._move(self._at)
         self._cut: Cut = {}
         self._units: list[str] = []
+        self._unanswered: tuple[Chunk, bytes, Shipped] | None = None
         self._units_due = self._due = 0.0
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, Future[int], int]] = deque()
@@ -231,11 +235,12 @@ class LaneShipper:
 
     def _ship(self) -> int:
         """Put what is durable now, chunk by chunk; how many bytes."""
+        sent = self._put()
         head = closed_head(self._sender.store)
         # What is readable here at one instant is closed; what only this lane has behind it is so too, as long
         # as nobody can have read it.
         target = self._durable if self._sender.gated else head.get(self.lane, 0)
-        units, sent = self._changed_units(), 0
+        units = self._changed_units()
         cut = {
             lane: count for lane, count in head.items() if lane != self.lane and self._cut.get(lane) != count
         }
@@ -255,24 +260,31 @@ class LaneShipper:
                 units=units,
                 sent_us=now_us(),
             )
-            self._put(chunk)
-            if last:
-                self._cut = {**self._cut, **cut}
-            self._units, units = (self._units if units is None else units), None
-            self._move(end)
-            sent += sum(len(part.data) for part in parts)
+            units = None
+            # The same bytes until there is an answer: a chunk that was put without one is recognized.
+            self._unanswered = chunk, encode_chunk(chunk), end
+            sent += self._put()
         return sent
 
-    def _put(self, chunk: Chunk) -> None:
-        """Put a chunk, in as many tries as it takes an answer.
+    def _put(self) -> int:
+        """Put the chunk that has no answer yet, if there is one; how many bytes of the lane it holds.
 
         Raises:
             FencedError: there is another one.
             MediumError: no answer.
         """
-        if self._sender.medium.put(self._sequence, chunk.number, encode_chunk(chunk)):
-            return
-        raise _other_chunk(self._sender.medium, self._sequence, chunk.number)
+        if self._unanswered is None:
+            return 0
+        chunk, entry, end = self._unanswered
+        if not self._sender.medium.put(self._sequence, chunk.number, entry):
+            raise _other_chunk(self._sender.medium, self._sequence, chunk.number)
+        self._unanswered = None
+        self._cut = {**self._cut, **chunk.cut}
+        if chunk.units is not None:
+            self._units = list(chunk.units)
+            replace_small(self._folder / TOLD, orjson.dumps(self._units))
+        self._move(end)
+        return sum(len(part.data) for part in chunk.parts)
 
     def _changed_units(self) -> list[str] | None:
         """The names of units in object storage, if they are other ones than the medium has heard of."""

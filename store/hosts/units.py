@@ -60,24 +60,11 @@ def refresh_units(store: Path, store_id: str, replica: Replica) -> None:
     base = f"{remote_folder(settings.remote.uri, store_id)}/sealed/{lane}"
     with explained(base, settings.remote):
         system, path = remote_place(base, settings.remote)
-        known = _manifests(store, lane)
-
-        def copy(wanted: list[str]) -> None:
-            for entry in wanted:
-                name = entry.removesuffix(_DROPPED)
-                if name in known and (known[name].dropped_us is not None) == entry.endswith(_DROPPED):
-                    continue
-                with system.open_input_stream(f"{path}/{name}/{MANIFEST}") as stream:
-                    unit = with_remote(
-                        parse_manifest(stream.read(), f"{base}/{name}/{MANIFEST}"), f"{base}/{name}"
-                    )
-                make_folder(unit_folder(store, unit))
-                write_manifest(unit_folder(store, unit), unit)
-
+        wanted = _listed(system, path) if replica.units is None else replica.units
         try:
-            copy(_listed(system, path) if replica.units is None else replica.units)
+            _copy_manifests(store, lane, base, system, path, wanted)
         except FileNotFoundError:  # it was replaced since its owner told of it
-            copy(_listed(system, path))
+            _copy_manifests(store, lane, base, system, path, _listed(system, path))
     told, replica.units = replica.units, []
     # What an older chunk does not name may be newer: only what another unit replaces goes.
     here = _manifests(store, lane)
@@ -85,10 +72,31 @@ def refresh_units(store: Path, store_id: str, replica: Replica) -> None:
         shutil.rmtree(store / "sealed" / lane / name, ignore_errors=True)
     if here:
         replica.skip_to(unsealed_start(store, lane))
-        _remove_sealed_segments(store, lane, settings.seal.keep_wal_bytes)
+        if not _remove_sealed_segments(store, lane, settings.seal.keep_wal_bytes):
+            replica.units = told  # once more when readers are
         for unit in current_units(store, lane):
             if (unit.erased or unit.dropped_us is not None) and not _remove_segments(store, unit):
                 replica.units = told  # the newest segment is still read: once more when there is another
+
+
+def _copy_manifests(
+    store: Path, lane: str, base: str, system: fs.FileSystem, path: str, wanted: list[str]
+) -> None:
+    """Have the manifests of these units here.
+
+    Raises:
+        FileNotFoundError: one is not there.
+    """
+    known = _manifests(store, lane)
+    for entry in wanted:
+        name = entry.removesuffix(_DROPPED)
+        if name in known and (known[name].dropped_us is not None) == entry.endswith(_DROPPED):
+            continue
+        with system.open_input_stream(f"{path}/{name}/{MANIFEST}") as stream:
+            unit = parse_manifest(stream.read(), f"{base}/{name}/{MANIFEST}")
+        unit = with_remote(unit, f"{base}/{name}")
+        make_folder(unit_folder(store, unit))
+        write_manifest(unit_folder(store, unit), unit)
 
 
 def _listed(system: fs.FileSystem, path: str) -> list[str]:
@@ -117,14 +125,18 @@ def _remove_segments(store: Path, unit: Unit) -> bool:
     return newest not in held
 
 
-def _remove_sealed_segments(store: Path, lane: str, keep: int) -> None:
-    """Remove the oldest segments of a replica that are in units, but for so many bytes."""
+def _remove_sealed_segments(store: Path, lane: str, keep: int) -> bool:
+    """Remove the oldest segments of a replica that are in units, but for so many bytes, and any that came in
+    part before its units were known; whether readers are past all that are in units."""
     folder = lane_folder(store, lane)
     sealed, mark = unsealed_start(store, lane).number, read_watermark(folder)
+    sizes = {s.number: s.bytes for unit in current_units(store, lane) for s in unit.segments}
     kept = 0
     for number in reversed(segment_numbers(folder)):
         path = segment_path(folder, number)
         with contextlib.suppress(FileNotFoundError):
-            kept += path.stat().st_size
-            if number < min(sealed, mark.segment) and kept > keep:
+            size = path.stat().st_size
+            kept += size
+            if number < min(sealed, mark.segment) and (kept > keep or size != sizes.get(number, size)):
                 path.unlink()
+    return mark.segment >= sealed - 1

@@ -171,9 +171,7 @@ class NatsMedium:
                 low = found[0][0][1] + 1
         return number - 1, low - 1
 
-    async def _next(
-        self, sequence: str, place: int, most: int, *, leader: bool
-    ) -> list[tuple[At, bytes]]:
+    async def _next(self, sequence: str, place: int, most: int, *, leader: bool) -> list[tuple[At, bytes]]:
         """The messages of a sequence from a place in the stream on, at most so many: of any copy, or of the
         leader, one by one."""
         if leader:
@@ -199,9 +197,7 @@ class NatsMedium:
             await listening.unsubscribe()
         return found
 
-    async def _next_of_leader(
-        self, sequence: str, place: int, most: int
-    ) -> AsyncIterator[tuple[At, bytes]]:
+    async def _next_of_leader(self, sequence: str, place: int, most: int) -> AsyncIterator[tuple[At, bytes]]:
         for _ in range(most):
             try:
                 message = await self._js.get_msg(

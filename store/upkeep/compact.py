@@ -42,6 +42,7 @@ from rollbook.store.sealed.unit import (
     lane_units_folder,
 )
 from rollbook.store.settings import SealSettings, read_settings
+from rollbook.store.wal.files import lane_folder, read_told
 
 FEWEST = 4
 """Fewest neighbours that are merged although more may follow."""
@@ -107,6 +108,15 @@ def _only_remote_copy(unit: Unit, current: Sequence[Unit]) -> bool:
     )
 
 
+def _is_erased(unit: Unit, current: Sequence[Unit]) -> bool:
+    """Whether what replaces the unit lacks what was erased."""
+    return any(
+        len(other.erased) > len(unit.erased)
+        for other in current
+        if other.first <= unit.last and unit.first <= other.last
+    )
+
+
 def _size(unit: Unit, uploads: bool) -> int | None:
     # A store that only reads from object storage does not fetch it all to merge it. An excerpt has no need of
     # it: all of a lane is one unit.
@@ -143,16 +153,23 @@ def _parts(store: Path, units: Sequence[Unit]) -> list[pa.Table]:
 def remove_superseded(store: Path, lane: str) -> list[str]:
     """Remove replaced units and the files derived from them; their names.
 
-    Units that a reader has leased stay until a later call, and so do those in object storage
-    until their replacement is there too. The caller is the only one that changes the store's
-    sealed units.
+    Units that a reader has leased stay until a later call, and so do those in object storage until their
+    replacement is there too, and other hosts were told of that (they are not waited for where something was
+    erased). The caller is the only one that changes the store's sealed units.
 
     Raises:
         StoreError: readers have kept the lock of the leases for too long.
     """
     every = all_units(store, lane)
     current = choose(every)
-    old = [unit.name for unit in every if unit not in current and not _only_remote_copy(unit, current)]
+    told = read_told(lane_folder(store, lane))
+    old = [
+        unit.name
+        for unit in every
+        if unit not in current
+        and not _only_remote_copy(unit, current)
+        and not (unit.remote is not None and unit.name in told and not _is_erased(unit, current))
+    ]
     derived = store / "derived" / lane
     known = {unit.name for unit in every}
     orphans = [f.name for f in derived.glob("*") if UNIT_NAME.fullmatch(f.name) and f.name not in known]

@@ -56,6 +56,8 @@ HOST = "HOST"
 SHIPPED, REPLICA, FENCED, REPLICAS = "SHIPPED", "REPLICA", "FENCED", "REPLICAS"
 """Of a lane's folder: how far it is in the medium, that another host writes it, and that it was ended. Of the
 store's folder: how far the replicas of all lanes may be read."""
+TOLD = "TOLD"
+"""Of a lane's folder: names of its sealed units, in the last list that other hosts have."""
 _SHIPPED = struct.Struct("<QQQQQQQQ")
 
 
@@ -113,6 +115,14 @@ def read_shipped(folder: Path) -> Shipped | None:
         return unpack_shipped(read_small(folder / SHIPPED))
     except FileNotFoundError:
         return None
+
+
+def read_told(folder: Path) -> frozenset[str]:
+    """Names of a lane's sealed units that other hosts were told of last."""
+    try:
+        return frozenset(name.rstrip("!") for name in orjson.loads(read_small(folder / TOLD, 1 << 24)))
+    except (FileNotFoundError, ValueError):
+        return frozenset()
 
 
 def carried_to(store: Path, lane: str) -> Watermark | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.fakes.stories.records import turn_completed
 
 from rollbook.bench import cluster
 from rollbook.bench.cluster_checks import Seen, account
 from rollbook.bench.cluster_outcome import Measured, Rounds
 from rollbook.store.events import Event, EventOrphaned, TrajectoryFinished, TrajectoryOpened
 from rollbook.store.events.event_json import as_json
-from tests.fakes.stories.records import turn_completed
 
 OPENED = Event(TrajectoryOpened("t", "name"), "r", "e0", 0, "serve", 0)
 TURN = Event(turn_completed("t", "u", reply={"role": "assistant", "content": "hi"}), "r", "e1", 0, "serve", 1)
@@ -20,7 +20,9 @@ SEEN = Seen([("name", "u", "hi", 1.0)], [("name", 2.0)])
 
 
 def _orphan(event: Event, seq: int) -> Event:
-    return Event(EventOrphaned("t", "serve", event.seq, as_json(event)), "r", event.event_id, 0, "orphans", seq)
+    return Event(
+        EventOrphaned("t", "serve", event.seq, as_json(event)), "r", event.event_id, 0, "orphans", seq
+    )
 
 
 def test_what_is_there_is_accounted_for() -> None:
@@ -60,11 +62,16 @@ def test_a_short_run_has_all_figures(tmp_path: Path) -> None:
     plan = cluster.Plan(**few, **small, parts=())  # type: ignore[arg-type]
     seen: list[None] = []
     figures = {
-        f.figure: f.value for f in cluster.outcome(cluster.measure(tmp_path, plan, lambda: seen.append(None))).figures
+        f.figure: f.value
+        for f in cluster.outcome(cluster.measure(tmp_path, plan, lambda: seen.append(None))).figures
     }
     assert set(figures) == {
         *("cluster.vs_local", "cluster.cpu", "cluster.ack_p99_ms", "cluster.adopted_s"),
-        *(f"cluster.{name}.{medium}" for name in ("visible_p99_ms", "catchup_mb_s") for medium in ("objects", "nats")),
+        *(
+            f"cluster.{name}.{medium}"
+            for name in ("visible_p99_ms", "catchup_mb_s")
+            for medium in ("objects", "nats")
+        ),
     }
     assert all(value > 0 for value in figures.values())
     assert len(seen) == plan.steps

@@ -1,5 +1,5 @@
-"""A medium that is slow, full, or loses its answers, credentials that end, and cursors that are torn: lanes are
-the same on all hosts afterwards."""
+"""A medium that is slow, full, or loses its answers, credentials that end, and cursors that are torn: lanes
+are the same on all hosts afterwards."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 from tests.fakes.storage.s3_server import ObjectStorage
 from tests.store.hosts.conftest import Hosts, rows
 
-from rollbook.store.errors import LaneLockedError
+from rollbook.store.errors import LaneLockedError, MediumError
 from rollbook.store.events import Event
 from rollbook.store.hosts.carrier import SHARED
+from rollbook.store.hosts.join import join
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import AppendSettings, MediumSettings
 from rollbook.store.upkeep.sealer import Sealer
@@ -104,6 +105,23 @@ def test_an_answer_that_is_lost_is_no_other_writer(
     assert len(rows(b)) == 20
     with b.claim("x", "wait"), pytest.raises(LaneLockedError), a.claim("x", "wait"):
         pass
+
+
+def test_who_joins_while_the_medium_fails_can_join_again(
+    object_hosts: Hosts, storage: ObjectStorage, note: Note, tmp_path: Path
+) -> None:
+    """Nothing is left of the first try."""
+    a = object_hosts.open("a")
+    with a.writer("work") as writer:
+        writer.append([note("0")]).result(10)
+    first = len(storage.requests)
+    storage.refused = lambda method: "403 Forbidden" if len(storage.requests) > first + 1 else None
+    url = f"{object_hosts.settings.url}/{object_hosts.store_id}"
+    with pytest.raises(MediumError):
+        join(tmp_path / "late", url, object_hosts.settings)
+    assert not (tmp_path / "late").exists()
+    storage.refused = lambda method: None
+    assert join(tmp_path / "late", url, object_hosts.settings).lanes == a.head()
 
 
 def _halved(data: bytes) -> bytes:

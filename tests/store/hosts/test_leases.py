@@ -254,6 +254,28 @@ def test_with_ack_medium_nothing_that_was_acknowledged_is_an_orphan(folder_hosts
             alone.result(10)
 
 
+@pytest.mark.parametrize("ack", ["local", "medium"])
+def test_a_chunk_whose_answer_was_lost_is_one_s_own(folder_hosts: Hosts, note: Note, ack: str) -> None:
+    """Whoever put it knows it again, though there is more to put by then."""
+    a = folder_hosts.open("a", ack=ack)
+    cut = cut_off(a)
+    with a.writer("work") as writer:
+        writer.append([note("0")]).result(10)
+        shipped(writer, 1)
+        cut.is_mute = True
+        first = writer.append([note("1")])
+        time.sleep(0.5)
+        second = writer.append([note("2")])
+        time.sleep(0.5)
+        cut.is_mute = False
+        assert (first.result(10), second.result(10)) == (1, 2)
+        shipped(writer, 3)
+        assert writer.fenced is None
+    b = folder_hosts.open("b")
+    assert rows(a) == rows(b)
+    assert len(rows(b)) == 3
+
+
 def test_a_lease_that_was_not_taken_over_goes_on(folder_hosts: Hosts, note: Note) -> None:
     """The medium is away for longer than the lease, and nobody ended it: what waited is acknowledged then."""
     a = folder_hosts.open("a", lease_s=LEASE_S)
@@ -343,8 +365,8 @@ def test_orphans_are_moved_once_wherever_that_is_cut_short(
 
 
 def test_a_lane_of_orphans_may_be_ended_too(folder_hosts: Hosts, note: Note) -> None:
-    """Whoever moves orphans is cut off with what it has moved, once and again: each time the host begins again,
-    and all of it is there once."""
+    """Whoever moves orphans is cut off with what it has moved, once and again: each time the host begins
+    again, and all of it is there once."""
     a, b = folder_hosts.open("a", lease_s=LEASE_S), folder_hosts.open("b", lease_s=LEASE_S)
     for number in range(3):
         cut = cut_off(a)

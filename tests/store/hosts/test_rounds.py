@@ -1,5 +1,5 @@
-"""Hosts in networks and with disks of their own, where the machine allows it: processes that are killed, hang,
-are cut off or have another clock, and hosts that are lost with their disks.
+"""Hosts in networks and with disks of their own, where the machine allows it: processes that are killed,
+hang, are cut off or have another clock, and hosts that are lost with their disks.
 
 ROLLBOOK_ROUNDS=100 kills that often, and ROLLBOOK_SEED makes a failed run again. Where namespaces cannot be
 had, hosts are folders, and a test's name says so.
@@ -19,18 +19,18 @@ from pathlib import Path
 
 import pytest
 
+from rollbook import store
 from rollbook.bench.cluster_machines import Machine, Network, namespaces, network
 from rollbook.bench.cluster_rounds import rounds
 from rollbook.bench.cluster_stage import NATS, OBJECTS, Kind, Medium, environment, medium_of
 from rollbook.bench.cluster_storage import CREDENTIALS
 from rollbook.bench.loop_stage import write_model
-from rollbook import store
-from rollbook.store.log.store import Store
 from rollbook.store.config import toml_lines
 from rollbook.store.errors import LaneLockedError
 from rollbook.store.events import EventOrphaned
 from rollbook.store.hosts.carrier import Carrier
 from rollbook.store.hosts.join import join
+from rollbook.store.log.store import Store
 from rollbook.store.settings import OwnMediumSettings
 
 pytestmark = pytest.mark.crashes
@@ -126,8 +126,8 @@ class Pair:
             return time.monotonic() - begun
 
     def check(self, ended: int) -> None:
-        """What was acknowledged is in the lane, or an orphan where only the disk had it, once; both hosts have
-        the same.
+        """What was acknowledged is in the lane, or an orphan where only the disk had it, once; both hosts
+        have the same.
 
         Args:
             ended: where the lane was ended.
@@ -205,10 +205,12 @@ def test_a_host_that_hangs_for_longer_than_its_lease(pair: Pair) -> None:
     pair.check(ended)
 
 
-@pytest.mark.skipif(not APART, reason="a host's packets are dropped in a network of its own: root, ip, iptables")
+@pytest.mark.skipif(
+    not APART, reason="a host's packets are dropped in a network of its own: root, ip, iptables"
+)
 def test_a_host_that_is_cut_off(pair: Pair) -> None:
-    """Nothing of it reaches the medium, and nobody tells it so: beyond its lease it acknowledges nothing; once
-    it reaches the medium again, there is one chain of each lane."""
+    """Nothing of it reaches the medium, and nobody tells it so: beyond its lease it acknowledges nothing;
+    once it reaches the medium again, there is one chain of each lane."""
     pair.start()
     assert pair.process is not None
     cut = time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -251,8 +253,8 @@ def test_a_host_whose_clock_is_an_hour_off(pair: Pair, clock_s: int) -> None:
 @pytest.mark.parametrize("ack", ["medium", "local"])
 @pytest.mark.parametrize("medium", [OBJECTS, NATS])
 def test_nothing_is_lost_in_rounds_of_faults(tmp_path: Path, medium: str, ack: str) -> None:
-    """A proxy, the medium, a sealer, a follower, the trainer, or a whole host with its disk: what clients were
-    told is there once and unchanged, all hosts have the same log, and its steps replay bit for bit."""
+    """A proxy, the medium, a sealer, a follower, the trainer, or a whole host with its disk: what clients
+    were told is there once and unchanged, all hosts have the same log, and its steps replay bit for bit."""
     pytest.importorskip("moto", reason="object storage is tested against moto: install the [dev] extra")
     model = write_model(tmp_path / "model", width=32)
     found = rounds(tmp_path / "run", model, Kind(medium, ack), SEED, ROUNDS, print)

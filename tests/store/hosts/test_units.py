@@ -14,7 +14,7 @@ from tests.store.hosts.conftest import Hosts, rows
 from rollbook import store as rb
 from rollbook.store.events import Event, LabelAdded, TrajectoryFinished, TrajectoryOpened
 from rollbook.store.medium.medium import lane_sequence
-from rollbook.store.sealed.unit import current_units
+from rollbook.store.sealed.unit import all_units, current_units
 from rollbook.store.settings import AppendSettings, MediumSettings
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.retain import retain
@@ -157,6 +157,10 @@ def test_retention_on_the_lane_s_host_is_everybody_s(bucket_hosts: Hosts, note: 
     lane = _fill(a, note)
     Sealer(a).run_once(10)
     b.carrier.catch_up()
+    until = time.monotonic() + 20
+    while not current_units(b.path, lane):  # nobody tells of them until the lane is written again
+        assert time.monotonic() < until
+        time.sleep(0.1)
     verdicts = retain(b, "1KiB").units
     assert not any(v.dropped for v in verdicts)
     assert any("another host's" in " ".join(v.why_kept) for v in verdicts), verdicts
@@ -172,7 +176,7 @@ def test_retention_on_the_lane_s_host_is_everybody_s(bucket_hosts: Hosts, note: 
 
 
 def test_a_unit_that_was_replaced_since_its_owner_told_of_it(bucket_hosts: Hosts, note: Note) -> None:
-    """Several are merged, and removed; a host that comes then reads of the first ones, and has the new one."""
+    """Several are merged, and removed; a host that comes then reads of the first, and has the new one."""
     bucket_hosts.tables = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 1 << 20}}
     a = bucket_hosts.open("a")
     for _ in range(3):
@@ -184,6 +188,39 @@ def test_a_unit_that_was_replaced_since_its_owner_told_of_it(bucket_hosts: Hosts
     merged = {unit.name for unit in current_units(a.path, lane) if unit.generation > 1}
     assert merged
     assert {unit.name for unit in current_units(b.path, lane)} >= merged
+    assert [found.fault for found in verify_store(b)] == [None]
+
+
+def test_units_that_others_know_of_stay_until_they_are_told(bucket_hosts: Hosts, note: Note) -> None:
+    """Merged after the lane's writer has ended, who would tell: whoever reads the first ones still can, and
+    they go once there is one again."""
+    bucket_hosts.tables = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 0}}
+    a = bucket_hosts.open("a")
+    for _ in range(2):
+        lane = _fill(a, note)
+        Sealer(a).run_once(10)
+        with a.writer("serve") as writer:
+            writer.append([note("later")]).result(10)
+            time.sleep(1.5)  # units are told of by the lane's writer, once a second
+    b = bucket_hosts.open("b")
+    known = {unit.name for unit in current_units(b.path, lane)}
+    assert len(known) > 1
+    merging = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 1 << 20}}
+    bucket_hosts.tables = merging
+    a.carrier.close()
+    a = bucket_hosts.open("a")
+    for _ in range(2):
+        Sealer(a).run_once(10)
+    assert known.isdisjoint(unit.name for unit in current_units(a.path, lane))
+    assert rows(b) == rows(a)
+    assert [found.fault for found in verify_store(b)] == [None]
+    with a.writer("serve") as writer:
+        writer.append([note("told")]).result(10)
+        time.sleep(1.5)
+    b.carrier.catch_up()
+    Sealer(a).run_once(10)
+    assert known.isdisjoint(unit.name for unit in all_units(a.path, lane))
+    assert rows(b) == rows(a)
     assert [found.fault for found in verify_store(b)] == [None]
 
 
