@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from rollbook.store.errors import FormatError, NotAStoreError
+from rollbook.store.errors import ConfigError, FormatError, NotAStoreError
 from rollbook.store.ids import new_id, now_us
 from rollbook.store.permissions import make_empty, make_folder
 from rollbook.store.safe_paths import fsync_folder, read_small
@@ -23,6 +24,7 @@ MARKER = "STORE.json"
 FORMAT_VERSION = 1
 """The newest format of frames and sealed units; `docs/format.md` draws every byte."""
 _UNFINISHED = ".creating"
+_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,35}")
 
 
 def read_marker(folder: Path) -> str:
@@ -63,11 +65,28 @@ def create_marker(folder: Path) -> None:
     if any(f for f in strangers if f.suffix != _UNFINISHED):
         raise NotAStoreError(f"{folder} exists and is not a Rollbook store: name an empty or a new folder")
     make_folder(folder / "lanes")
-    temporary = _write(folder, {"format": FORMAT_VERSION, "id": new_id(), "created_us": now_us()})
+    temporary = _write(folder, _new(new_id()))
     with contextlib.suppress(FileExistsError):
         os.link(temporary, folder / MARKER)
     temporary.unlink()
     fsync_folder(folder)
+
+
+def new_marker(store_id: str) -> bytes:
+    """The content of the marker of a store that is new, and has this id.
+
+    Raises:
+        ConfigError: it can be none.
+    """
+    if not _ID.fullmatch(store_id):
+        raise ConfigError(
+            f"{store_id!r} can be no store's id: use at most 36 small letters, digits and -, as in rollouts-1"
+        )
+    return orjson.dumps(_new(store_id))
+
+
+def _new(store_id: str) -> dict[str, Any]:
+    return {"format": FORMAT_VERSION, "id": store_id, "created_us": now_us()}
 
 
 def _read(folder: Path) -> dict[str, Any]:

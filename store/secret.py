@@ -60,7 +60,7 @@ def _place(store: Path) -> Path:
     ours, elsewhere = store / SECRET, os.environ.get(ELSEWHERE)
     if not elsewhere:
         return ours
-    path = Path(elsewhere)
+    path = Path(os.path.realpath(elsewhere))  # the operator's own: Kubernetes shows secrets by links
     if ours.exists() and not (path.exists() and ours.samefile(path)):
         raise NotAStoreError(
             f"{ELSEWHERE} names {path}, but the store has a secret of its own, from which keys were made: "

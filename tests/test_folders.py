@@ -6,7 +6,7 @@ from pathlib import Path
 
 AT_ROOT = {"demo", "ingest", "replay", "store", "train"}
 """Folders of the product that stand at the root; the others are in `src/rollbook`."""
-OTHERS = {"data", "docs", "examples", "fakes", "fixtures"} | {
+OTHERS = {"data", "deploy", "docs", "examples", "fakes", "fixtures"} | {
     "bench",
     "clients",
     "hostile",

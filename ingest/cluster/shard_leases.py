@@ -26,7 +26,7 @@ from rollbook.ingest.recording.restore import RunReader
 from rollbook.ingest.trajectories.place import FIRST, Place
 from rollbook.ingest.trajectories.registry import Trajectories
 from rollbook.store import Store
-from rollbook.store.errors import ConfigError, LaneLockedError, RequestError
+from rollbook.store.errors import ConfigError, LaneLockedError, MediumError, RequestError
 from rollbook.store.events import Json
 
 LOOK_S, LEAST_S = 1.0, 0.2
@@ -188,6 +188,8 @@ class ShardLeases:
                 self._wanted.clear()
                 try:
                     await self._look()
+                except (MediumError, OSError) as error:
+                    logger.warning("looking at the other proxies is tried again: %s", error)
                 except Exception:
                     logger.exception("rollbook: looking at the other proxies failed, and is tried again")
                 looked = time.monotonic()

@@ -212,10 +212,12 @@ def _serve_as_one_of(
         announce(_started(proxy, listener, log.path, recorded_by(recorder), info))
         peers = Peers(ShardLeases(wire, recorder, claims), settings.naming)
         peers.keeps_headers = bool(proxy.headers)
-        if settings.seal:
+        own = log.carrier is not None  # each host seals its own lanes; of one folder, one proxy does all
+        if settings.seal and not own:
             peers.duties.append(Seals(log.path))
         app = proxy.app(recorder, peers)
-        _run(settings, log.path, app, viewer, listener, proxy.headers, peers=peers, recorder=recorder)
+        with sealer_beside(log.path) if settings.seal and own else contextlib.nullcontext():
+            _run(settings, log.path, app, viewer, listener, proxy.headers, peers=peers, recorder=recorder)
 
 
 def _check_secret(log: Store) -> None:

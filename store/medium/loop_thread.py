@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+END_S = 1.0
+"""So long what runs may take to end when the loop does."""
 
 
 class LoopThread:
@@ -17,6 +20,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """The coroutine's result.
@@ -33,7 +37,16 @@ class LoopThread:
 
     def close(self) -> None:
         """End the loop, and what it still runs. Safe to call twice."""
+        atexit.unregister(self.close)
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             self._thread.join()
             self._loop.close()
+
+    async def _end(self) -> None:
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=END_S)  # else Python says of each that it was destroyed
+        self._loop.stop()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollbook.store.errors import NotAStoreError
+from rollbook.store.errors import NotAStoreError, OutsideError
 from rollbook.store.secret import ELSEWHERE, SECRET, store_secret
 
 
@@ -80,3 +80,20 @@ def test_a_file_elsewhere_that_cannot_be_used_is_named(
         NotAStoreError, match=r"ROLLBOOK_SECRET_FILE names .*cannot use as its secret: No such file"
     ):
         store_secret(tmp_path, "keys")
+
+
+def test_a_file_elsewhere_may_be_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Kubernetes shows a secret: the operator names it. In the store's folder no link is followed."""
+    (tmp_path / "..data").mkdir()
+    (tmp_path / "..data" / SECRET).write_bytes(bytes(32))
+    (tmp_path / SECRET).symlink_to(Path("..data") / SECRET)
+    store = tmp_path / "store"
+    store.mkdir()
+    monkeypatch.setenv(ELSEWHERE, str(tmp_path / SECRET))
+    first = store_secret(store, "keys")
+    monkeypatch.delenv(ELSEWHERE)
+    assert first != store_secret(store, "keys")
+    (store / SECRET).unlink()
+    (store / SECRET).symlink_to(tmp_path / SECRET)
+    with pytest.raises(OutsideError):
+        store_secret(store, "keys")

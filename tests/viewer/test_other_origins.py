@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse
 from starlette.testclient import TestClient
 from tests.viewer.conftest import Viewer, listening
 
-from rollbook.edge.keys import Keys
+from rollbook.edge.keys import Key, Keys, Role, digest_of
 from rollbook.edge.web_pages import AllowedHosts
 from rollbook.store import Event, Store
 from rollbook.store import events as kinds
@@ -116,3 +116,12 @@ def test_an_attacking_page_in_chromium(browser: Any, secret: Store, served: Call
     }
     assert not any(SECRET in text for text in frames)
     assert [event.kind for event in secret.events()] == ["trajectory.opened"]
+
+
+def test_its_health_is_for_probes(secret: Store, view: Callable[..., Viewer]) -> None:
+    """Which have no key, and ask by an address; of the log it says nothing."""
+    keys = Keys([Key("reader-1", Role.reader, digest_of("the-readers"))])
+    own = AllowedHosts(addresses=True)
+    client = TestClient(guarded_viewer(view(secret).snapshots, keys, own), "http://10.0.0.7:8080")
+    assert client.get("/healthz").json() == {"status": "ok"}
+    assert client.get("/view/runs").status_code == 401

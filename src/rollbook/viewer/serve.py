@@ -48,6 +48,7 @@ def guarded_viewer(
 ) -> FastAPI:
     """The viewer, for those who have a key, if there are any, and for no page of another site."""
     app = build_view_app(snapshots, keys, rollouts)
+    app.add_api_route("/healthz", lambda: {"status": "ok"})  # for probes, which have no key
     add_guards(app, run_guard(keys, "", snapshots.store.path), own, lambda error: None, error_body)
     return app
 

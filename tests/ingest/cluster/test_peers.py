@@ -281,6 +281,20 @@ def test_it_comes_as_it_was_sent(cluster: Callable[..., Cluster]) -> None:
     assert reply.json()["lane"].partition(".")[0] == "serve-0"
 
 
+def test_lanes_are_sealed_where_they_are(cluster: Callable[..., Cluster]) -> None:
+    """Of one folder one proxy does it for all; on hosts of their own each does."""
+    two = cluster(2, "--seal")
+    sealers = [len(_children(served.process.pid, "seal")) for served in two.served]
+    assert sealers == ([1, 1] if two.folders else [1, 0])
+
+
+def _children(pid: int, word: str) -> list[str]:
+    """The command lines of a process's children that have a word."""
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    lines = [Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0") for child in pids]
+    return [" ".join(words) for words in lines if word in words]
+
+
 @pytest.mark.more
 def test_the_first_is_killed(cluster: Callable[..., Cluster]) -> None:
     """What names nothing waits for whoever stands in for it, also there."""

@@ -10,6 +10,7 @@ from rollbook.cli.store.seal import stopped_by_signals
 from rollbook.cli.terminal import Console, print_json, print_table, say
 from rollbook.store.errors import ConfigError, StoreError
 from rollbook.store.hosts.carrier import Carrier
+from rollbook.store.hosts.create import create
 from rollbook.store.hosts.join import join
 from rollbook.store.hosts.leave import leave
 from rollbook.store.hosts.sizing import Load, Prices, sizing
@@ -20,12 +21,19 @@ from rollbook.store.settings import MediumSettings
 LOOK_S = 2.0
 
 
-def run_join(store: Path, url: str, settings: MediumSettings, as_json: bool) -> None:
-    """Make a folder one of the store's hosts, and print what it has now."""
+def run_join(store: Path, url: str, settings: MediumSettings, as_json: bool, *, make: bool) -> None:
+    """Make a folder one of the store's hosts, and print what it has now.
+
+    Args:
+        make: the store too, where there is none.
+    """
+    made = make and create(url, settings)
     report = join(store, url, settings)
     if as_json:
-        print_json(report)
+        print_json(asdict(report) | {"created": made})
         return
+    if made:
+        say(f"{url} is a new store")
     say(f"{store} is host {report.host} of {url}")
     for lane, events in sorted(report.lanes.items()):
         say(f"lane {lane}: {events} events")

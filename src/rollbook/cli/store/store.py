@@ -152,6 +152,9 @@ def store_join(
     follow: Annotated[
         list[str] | None, typer.Option(help="Lanes to copy, by names with *; may be given several times.")
     ] = None,
+    create: Annotated[
+        bool, typer.Option("--create", help="Make the store, of an id of your choice, if there is none.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Make a folder of this host one of the hosts of a store that others write. See docs/cluster.md.
@@ -163,9 +166,8 @@ def store_join(
     from rollbook.cli.store.hosts import run_join
     from rollbook.store.settings import medium_settings
 
-    run_join(
-        store, url, medium_settings(endpoint=endpoint, ack=ack, lease_s=lease_s, follow=follow or ["*"]), json
-    )
+    settings = medium_settings(endpoint=endpoint, ack=ack, lease_s=lease_s, follow=follow or ["*"])
+    run_join(store, url, settings, json, make=create)
 
 
 @store_app.command("follow")
