@@ -114,8 +114,8 @@ def run_sizing(hosts: str, load: Load, as_json: bool) -> None:
     print_table(head, rows)
     say(
         f"one follower keeps up with {sizes[0].hosts_a_follower} such hosts; a lane has a prefix of its own, "
-        f"which bears {Prices().puts_prefix_s:,.0f} PUT/s, and puts {sizes[0].puts_lane_s:g}; NATS would write "
-        f"{sizes[-1].nats_mb_s:,.0f} MB/s for {sizes[-1].hosts:,} hosts, with three copies"
+        f"which bears {Prices().puts_prefix_s:,.0f} PUT/s, and puts {sizes[0].puts_lane_s:g}; "
+        f"NATS would write {sizes[-1].nats_mb_s:,.0f} MB/s for {sizes[-1].hosts:,} hosts, with three copies"
     )
 
 
