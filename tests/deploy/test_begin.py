@@ -69,8 +69,8 @@ def test_it_becomes_its_command(root: Path, begin: Any, tmp_path: Path) -> None:
     assert said == f"it {done.pid}\n"
     (tmp_path / "store.toml").write_text("${NOBODY_SETS_THIS}")
     program = program.replace("/etc/rollbook/store.toml", f"{tmp_path}/store.toml")
-    os.environ.setdefault("ROLLBOOK_STORE", f"{tmp_path}/runs")
-    failed = subprocess.run([sys.executable, "-c", program, "true"], capture_output=True, text=True)
+    own = {"ROLLBOOK_STORE": f"{tmp_path}/runs"} | os.environ
+    failed = subprocess.run([sys.executable, "-c", program, "true"], capture_output=True, text=True, env=own)
     assert failed.returncode == 1
     assert failed.stderr.startswith("the variable NOBODY_SETS_THIS is not set")
 
