@@ -43,6 +43,8 @@ class _Lane:
     replica: Replica
     due: float = 0.0
     grew: float = 0.0
+    heard: float = 0.0
+    """When somebody was last heard to put something."""
     empty_at: float = 0.0
     """When the look began that found nothing new."""
     units_due: float = 0.0
@@ -101,7 +103,7 @@ class Follower:
         _, lane = lane_of(sequence)
         known = self._lanes.get(lane)
         if known is not None:
-            known.due = 0.0
+            known.heard, known.due = seconds(), 0.0
         else:
             self._discover_due = 0.0
 
@@ -212,6 +214,7 @@ class Follower:
             if entries:
                 self._hurried |= newest  # what is behind them is to be seen as soon
                 lane.grew, lane.due = now, now if len(entries) == lane.window else now + FIRST_PAUSE_S
+                lane.due = now if lane.heard >= begun else lane.due
                 lane.window = min(2 * lane.window, WINDOW) if len(entries) == lane.window else 1
                 yield lane
             else:
@@ -221,7 +224,9 @@ class Follower:
                 if now - lane.looked > GAP_LOOK_S:
                     lane.looked = now
                     self._pass_over_gap(replica)
-                lane.due = now + min(max((now - lane.grew) / PATIENCE, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+                pause = min(max((now - lane.grew) / PATIENCE, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+                # What was put while this was asked for, and was heard of, is not waited for.
+                lane.due = now + (0.0 if lane.heard >= begun else pause)
 
     def _failed(self, lane: _Lane, error: StoreError) -> None:
         """Note why nothing more is taken of a lane; perhaps its sealed units hold what is missing here."""
