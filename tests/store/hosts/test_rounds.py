@@ -250,6 +250,10 @@ def test_a_host_whose_clock_is_an_hour_off(pair: Pair, clock_s: int) -> None:
 
 
 @pytest.mark.timeout(4 * 3600)
+@pytest.mark.skipif(
+    "ROLLBOOK_ROUNDS" not in os.environ,
+    reason="minutes, by hand: ROLLBOOK_ROUNDS=6; clients may stall for long after a host that was cut off",
+)
 @pytest.mark.parametrize("ack", ["medium", "local"])
 @pytest.mark.parametrize("medium", [OBJECTS, NATS])
 def test_nothing_is_lost_in_rounds_of_faults(tmp_path: Path, medium: str, ack: str) -> None:
