@@ -157,8 +157,7 @@ def _check_one_process(settings: ServeSettings) -> None:
     if settings.workers > 1 and path.exists() and read_settings(path).medium.url is not None:
         raise ConfigError(
             f"workers = {settings.workers}: the store is one of several hosts ([medium] in its store.toml): "
-            f"start "
-            "so many proxies instead, each as one of `proxies`, on this host or on several"
+            "start so many proxies instead, each as one of `proxies`, on this host or on several"
         )
 
 
@@ -230,8 +229,8 @@ def _check_secret(log: Store) -> None:
     if log.carrier is not None and not log.carrier.agree("secret", digest):
         raise ConfigError(
             f"{log.path / SECRET} is another secret than that of the store's other hosts, so their proxies "
-            f"would "
-            f"not know this one: copy it from one of them, or let {ELSEWHERE} name a file of the same content"
+            f"would not know this one: copy it from one of them, or let {ELSEWHERE} name a file of the same "
+            "content"
         )
 
 

@@ -351,8 +351,8 @@ class Carrier:
                 continue
             if not witness.gone(session):
                 raise LaneLockedError(
-                    f"{witness.described(session)}, writes this store too: end it first (`rollbook store "
-                    f"hosts`)"
+                    f"{witness.described(session)}, writes this store too: end it first "
+                    "(`rollbook store hosts`)"
                 )
             self.end_lanes(session)
 
@@ -453,9 +453,11 @@ class Carrier:
     def _step_on(self, follower: Follower) -> None:
         retry, leftovers = RETRY_S, seconds()
         while not self._stopping.is_set():
-            pause, begun = 0.0, seconds()
+            pause, begun, others = 0.0, seconds(), False
             try:
-                if self._asked():
+                others = self._others_wait()
+                if others or self._hurried.is_set():
+                    self._hurried.clear()
                     follower.hurry()
                 pause = follower.step()
                 retry = RETRY_S
@@ -470,21 +472,21 @@ class Carrier:
                 failure, pause = error, retry
                 retry = min(2 * retry, LONGEST_RETRY_S)
             self._own_progress = Progress(follower.as_of, failure, begun)
-            self._write_progress()
+            if others:
+                self._write_progress()
             with self._as_of:
                 self._as_of.notify_all()
             if pause:
                 self._woken.wait(min(pause, LONGEST_WAIT_S))
                 self._woken.clear()
 
-    def _asked(self) -> bool:
-        """Whether somebody waits for the newest."""
-        asked = self._hurried.is_set()
-        self._hurried.clear()
-        with contextlib.suppress(FileNotFoundError):
+    def _others_wait(self) -> bool:
+        """Whether another process of this host waits for the newest: it says so again until it has that."""
+        try:
             (self._store / "claims" / LOOK).unlink()
-            asked = True
-        return asked
+        except FileNotFoundError:
+            return False
+        return True
 
     def _write_progress(self) -> None:
         """Write down how far this process is, for the others of this host."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from rollbook.store.marker import new_marker
 from rollbook.store.medium.medium import STORE
-from rollbook.store.medium.open import opened_medium
-from rollbook.store.settings import MediumSettings, OwnMediumSettings
+from rollbook.store.medium.open import opened_medium, store_address
+from rollbook.store.settings import MediumSettings
 
 
 def create(url: str, settings: MediumSettings) -> bool:
@@ -24,9 +24,9 @@ def create(url: str, settings: MediumSettings) -> bool:
         ConfigError: the address, or the id at its end, cannot be used.
         MediumError: the medium does not answer or refuses.
     """
-    base, _, store_id = url.rstrip("/").rpartition("/")
+    own, store_id = store_address(url, settings)
     marker = new_marker(store_id)
-    medium = opened_medium(OwnMediumSettings(**(settings.model_dump() | {"url": base})), store_id)
+    medium = opened_medium(own, store_id)
     try:
         return not medium.read(STORE, 0) and medium.put(STORE, 0, marker)
     finally:

@@ -85,8 +85,6 @@ class Follower:
         """Whether the file of what may be read is to be written, whatever it says."""
         self._discovered_at = self._discover_due = 0.0
         self._fd = open_file(store / REPLICAS, os.O_RDWR | os.O_CREAT)
-        self.chunks = self.bytes = 0
-        """How many were taken."""
 
     def close(self) -> None:
         """End it; nothing is lost."""
@@ -141,9 +139,11 @@ class Follower:
                 lane.replica.save()
             self._note_ends()
         for lane in self._lanes.values():
-            if lane.units_due <= now and lane.replica.units != []:
+            before = lane.replica.units
+            if lane.units_due <= now and before != []:
                 self._learn_units(lane)
-                lane.replica.save()
+                if lane.replica.units != before:
+                    lane.replica.save()
         dues = [lane.due for lane in self._lanes.values() if not lane.replica.fenced]
         return max(min([self._discover_due, *dues]) - seconds(), 0.0)
 
@@ -168,7 +168,7 @@ class Follower:
         begun = seconds()
         for sequence in self._medium.sequences(LANES):
             host, lane = lane_of(sequence)
-            if host == self._host or not any(fnmatch.fnmatchcase(lane, pattern) for pattern in self._follow):
+            if host == self._host or not self._follows(lane):
                 continue
             if lane in self._lanes:
                 self._refuse_other(lane, host)
@@ -177,8 +177,7 @@ class Follower:
             if folder.exists() and not (folder / REPLICA).exists():
                 raise CorruptionError(
                     f"lane {lane!r} is written by {host} and by this host too: this folder is a copy of "
-                    f"that one's; "
-                    "move it away, and join the store again"
+                    "that one's; move it away, and join the store again"
                 )
             replica = opened_replica(self._store, self._store_id, host, lane)
             self._pass_over_gap(replica)
@@ -186,6 +185,9 @@ class Follower:
             self._lanes[lane] = _Lane(replica, grew=begun)
             self._visible[lane], self._stale = replica.visible, True
         self._discovered_at, self._discover_due = begun, begun + DISCOVER_S
+
+    def _follows(self, lane: str) -> bool:
+        return any(fnmatch.fnmatchcase(lane, pattern) for pattern in self._follow)
 
     def _refuse_other(self, lane: str, host: str) -> None:
         if (first := self._lanes[lane].replica.host) != host:
@@ -204,7 +206,6 @@ class Follower:
             try:
                 for entry in entries:
                     replica.take(entry)
-                    self.chunks, self.bytes = self.chunks + 1, self.bytes + len(entry)
                     if replica.fenced:
                         break
                 lane.failure = None
@@ -282,7 +283,7 @@ class Follower:
         folder = lane_folder(self._store, name)
         if folder.exists() and not (folder / REPLICA).exists():
             return True  # what others know of this host's own lanes they have from here
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._follow):
+        if not self._follows(name):
             return True  # this host is not to have it
         self._discover_due = min(self._discover_due, seconds() + FIRST_PAUSE_S * 5)
         return False

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollbook.store.config import toml_lines
-from rollbook.store.errors import ConfigError, NotAStoreError
+from rollbook.store.errors import NotAStoreError
 from rollbook.store.hosts.carrier import Carrier
 from rollbook.store.hosts.host import host_name
 from rollbook.store.ids import new_id
 from rollbook.store.log.store import Store
 from rollbook.store.marker import MARKER, read_marker
 from rollbook.store.medium.medium import STORE
-from rollbook.store.medium.open import opened_medium
+from rollbook.store.medium.open import opened_medium, store_address
 from rollbook.store.permissions import make_empty, make_folder
 from rollbook.store.safe_paths import fsync_folder
-from rollbook.store.settings import MediumSettings, OwnMediumSettings, read_settings
+from rollbook.store.settings import MediumSettings, read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,7 @@ def join(folder: Path, url: str, settings: MediumSettings) -> JoinReport:
     folder = folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise NotAStoreError(f"{folder} exists and is not empty: name an empty or a new folder")
-    base, _, store_id = url.rstrip("/").rpartition("/")
-    if not base or not store_id:
-        raise ConfigError(
-            f"{url!r}: name the address with the store's id at its end, as `rollbook store info` says it"
-        )
-    own = OwnMediumSettings(**(settings.model_dump() | {"url": base}))
+    own, store_id = store_address(url, settings)
     medium = opened_medium(own, store_id)
     try:
         marker = medium.read(STORE, 0)

@@ -3,8 +3,7 @@ then for as long as a host that was away may take to come for them."""
 
 from __future__ import annotations
 
-from rollbook.store.medium.chunk import decode_chunk
-from rollbook.store.medium.medium import Medium
+from rollbook.store.medium.medium import Medium, read_chunk
 
 
 def forget_chunks(medium: Medium, sequence: str, segment: int, before_us: int | None = None) -> int:
@@ -24,10 +23,9 @@ def forget_chunks(medium: Medium, sequence: str, segment: int, before_us: int | 
     low, high = first, last  # the first that is to stay is among these
     while low < high:
         middle = (low + high) // 2
-        entry = medium.read(sequence, middle)
-        if not entry:
+        chunk = read_chunk(medium, sequence, middle)
+        if chunk is None:
             break
-        chunk = decode_chunk(entry[0], f"{medium.address}, {sequence}, {middle}")
         done = chunk.end is not None and chunk.end[0] <= segment
         if done and (before_us is None or chunk.sent_us < before_us):
             low = middle + 1

@@ -104,7 +104,7 @@ class Replica:
         if (chunk.store, chunk.lane, chunk.number) != (self.store_id, self.lane, self.number):
             raise CorruptionError(
                 f"{place} is chunk {chunk.number} of lane {chunk.lane!r} of store {chunk.store}: it was "
-                f"copied there"
+                "copied there"
             )
         for part in chunk.parts:
             self._write(part, place)
@@ -126,8 +126,8 @@ class Replica:
         if part.segment != self.segment or offset > self.written:
             raise CorruptionError(
                 f"{place} begins at offset {offset} of segment {part.segment}, and offset {self.written} of "
-                f"segment "
-                f"{self.segment} is next: a chunk before it was removed from the medium; join the store again"
+                f"segment {self.segment} is next: a chunk before it was removed from the medium; join the "
+                "store again"
             )
         if offset + len(data) <= self.written:
             return
@@ -163,8 +163,7 @@ class Replica:
         except BadFrameError as error:
             raise CorruptionError(
                 f"{place}: offset {begin + error.offset} of segment {self.segment}: {error.reason}: these "
-                f"are not "
-                "the bytes that were sent"
+                "are not the bytes that were sent"
             ) from None
 
     def skip_to(self, start: Start) -> None:

@@ -27,8 +27,8 @@ from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError, FencedError, StoreError
 from rollbook.store.hosts.session import Session
 from rollbook.store.ids import now_us
-from rollbook.store.medium.chunk import Chunk, Part, decode_chunk, encode_chunk
-from rollbook.store.medium.medium import Medium, lane_sequence
+from rollbook.store.medium.chunk import Chunk, Part, encode_chunk
+from rollbook.store.medium.medium import Medium, lane_sequence, newest_chunk, read_chunk
 from rollbook.store.permissions import make_empty, open_file, replace_small
 from rollbook.store.safe_paths import open_plain
 from rollbook.store.sealed.unit import unsealed_start
@@ -277,7 +277,8 @@ class LaneShipper:
             return 0
         chunk, entry, end = self._unanswered
         if not self._sender.medium.put(self._sequence, chunk.number, entry):
-            raise _other_chunk(self._sender.medium, self._sequence, chunk.number)
+            other = read_chunk(self._sender.medium, self._sequence, chunk.number)
+            raise _fence_error(chunk if other is None else other)
         self._unanswered = None
         self._cut = {**self._cut, **chunk.cut}
         if chunk.units is not None:
@@ -417,8 +418,7 @@ def _behind(medium: Medium, sequence: str, newest: int, folder: Path) -> Shipped
         CorruptionError: the medium holds other bytes than this host.
     """
     number, next_seq, epoch = newest, 0, 0
-    while entry := medium.read(sequence, number):
-        chunk = decode_chunk(entry[0], f"{medium.address}, {sequence}, {number}")
+    while chunk := read_chunk(medium, sequence, number):
         if chunk.kind == "fence":
             raise _fence_error(chunk)
         next_seq, epoch = max(next_seq, chunk.next_seq), max(epoch, chunk.epoch)
@@ -443,10 +443,8 @@ def _check_same(folder: Path, part: Part) -> None:
         if bytes(_bytes_of(path, part.offset, len(part.data))) != bytes(part.data):
             raise CorruptionError(
                 f"{folder}: the medium holds other bytes of this lane than this disk, at offset "
-                f"{part.offset} of "
-                f"segment {part.segment}: this is an older copy of the lane, or another host writes it too; "
-                f"move "
-                "the folder away, and join the store again"
+                f"{part.offset} of segment {part.segment}: this is an older copy of the lane, or another "
+                "host writes it too; move the folder away, and join the store again"
             )
 
 
@@ -477,24 +475,16 @@ def _place_of(folder: Path, seq: int) -> tuple[int, int]:
     return begun[-1], offset
 
 
-def _other_chunk(medium: Medium, sequence: str, number: int) -> FencedError:
-    """The error for another chunk at the number that this host was to put."""
-    entry = medium.read(sequence, number)
-    chunk = decode_chunk(entry[0], f"{medium.address}, {sequence}, {number}")
-    return _fence_error(chunk)
-
-
 def _fence_error(chunk: Chunk) -> FencedError:
     if chunk.kind == "fence":
         return FencedError(
             f"lane {chunk.lane!r} was ended at event {chunk.next_seq} by {chunk.session}, to which this "
-            f"host was "
-            "silent: what it holds behind that goes into a lane of its own when this host begins again"
+            "host was silent: what it holds behind that goes into a lane of its own when this host begins "
+            "again"
         )
     return FencedError(
         f"lane {chunk.lane!r}: {chunk.session} has put chunk {chunk.number} of it: another copy of this "
-        f"host's "
-        "folder is in use; remove the file HOST from one of them, and its lanes"
+        "host's folder is in use; remove the file HOST from one of them, and its lanes"
     )
 
 
@@ -524,10 +514,8 @@ def is_ended(medium: Medium, host: str, lane: str) -> bool:
     Raises:
         MediumError: no answer.
     """
-    sequence = lane_sequence(host, lane)
-    newest = medium.last(sequence)
-    entry = [] if newest is None else medium.read(sequence, newest)
-    return bool(entry) and decode_chunk(entry[0], f"{medium.address}, {sequence}, {newest}").kind == "fence"
+    newest = newest_chunk(medium, lane_sequence(host, lane))
+    return newest is not None and newest.kind == "fence"
 
 
 def put_fence(medium: Medium, sequence: str, fence: Chunk) -> Chunk:
@@ -543,10 +531,10 @@ def put_fence(medium: Medium, sequence: str, fence: Chunk) -> Chunk:
     number = 0 if newest is None else newest
     last: Chunk | None = None
     while True:
-        if entry := medium.read(sequence, number):
-            last = decode_chunk(entry[0], f"{medium.address}, {sequence}, {number}")
-            if last.kind == "fence":
-                return last
+        if chunk := read_chunk(medium, sequence, number):
+            if chunk.kind == "fence":
+                return chunk
+            last = chunk
             number += 1
             continue
         end = 0 if last is None else last.next_seq

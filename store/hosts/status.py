@@ -7,8 +7,7 @@ from typing import Any
 
 from rollbook.store.hosts.carrier import Carrier
 from rollbook.store.ids import now_us
-from rollbook.store.medium.chunk import decode_chunk
-from rollbook.store.medium.medium import LANES, lane_of
+from rollbook.store.medium.medium import LANES, lane_of, newest_chunk
 from rollbook.store.wal.files import closed_head
 
 
@@ -22,11 +21,9 @@ def statuses(store: Path, carrier: Carrier) -> list[dict[str, Any]]:
     here, rows = closed_head(store), list[dict[str, Any]]()
     for sequence in carrier.medium.sequences(LANES):
         host, lane = lane_of(sequence)
-        newest = carrier.medium.last(sequence)
-        entry = [] if newest is None else carrier.medium.read(sequence, newest)
-        if not entry:
+        chunk = newest_chunk(carrier.medium, sequence)
+        if chunk is None:
             continue
-        chunk = decode_chunk(entry[0], f"{carrier.medium.address}, {sequence}, {newest}")
         ago = None if not chunk.sent_us else round(max(now_us() - chunk.sent_us, 0) / 1e6, 1)
         rows.append(
             {

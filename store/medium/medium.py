@@ -13,6 +13,7 @@ from urllib.parse import quote, unquote
 
 from rollbook.store.cut import LANE_NAME
 from rollbook.store.errors import MediumError
+from rollbook.store.medium.chunk import Chunk, decode_chunk
 
 LANES, SESSIONS, CLAIMS = "lanes", "sessions", "claims"
 """The first part of a sequence's name says what its entries are."""
@@ -123,6 +124,24 @@ def lane_of(sequence: str) -> tuple[str, str]:
 def session_sequence(session: str) -> str:
     """The sequence of a session's renewals."""
     return f"{SESSIONS}/{session}"
+
+
+def read_chunk(medium: Medium, sequence: str, number: int) -> Chunk | None:
+    """One of a lane's chunks; None where it is not there.
+
+    Raises:
+        MediumError: no answer, or a refusal.
+        CorruptionError: it is not what was put there.
+        FormatError: a newer Rollbook put it.
+    """
+    entry = medium.read(sequence, number)
+    return decode_chunk(entry[0], f"{medium.address}, {sequence}, {number}") if entry else None
+
+
+def newest_chunk(medium: Medium, sequence: str) -> Chunk | None:
+    """A lane's newest chunk; None where there is none. Raises as `read_chunk` does."""
+    newest = medium.last(sequence)
+    return None if newest is None else read_chunk(medium, sequence, newest)
 
 
 def claim_sequence(what: str) -> str:

@@ -285,8 +285,7 @@ class NatsMedium:
         except (NatsError, OSError, TimeoutError) as error:
             raise MediumError(
                 f"{self.address}: {error or type(error).__name__}: see that the servers run, with "
-                f"JetStream, and that "
-                "NATS_CREDS names credentials that may use the store's subjects"
+                "JetStream, and that NATS_CREDS names credentials that may use the store's subjects"
             ) from error
 
 

@@ -16,6 +16,23 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "az", "file", "nats")
 
 
+def store_address(url: str, settings: MediumSettings) -> tuple[OwnMediumSettings, str]:
+    """The medium's settings, and the store's id, that an address such as s3://bucket/prefix/STORE-ID names.
+
+    Args:
+        settings: all but the address, from the operator's command line.
+
+    Raises:
+        ConfigError: it has no id at its end.
+    """
+    base, _, store_id = url.rstrip("/").rpartition("/")
+    if not base or not store_id:
+        raise ConfigError(
+            f"{url!r}: name the address with the store's id at its end, as `rollbook store info` says it"
+        )
+    return OwnMediumSettings(**(settings.model_dump() | {"url": base})), store_id
+
+
 def opened_medium(settings: MediumSettings, store_id: str) -> Medium:
     """The medium of a store.
 
@@ -29,8 +46,8 @@ def opened_medium(settings: MediumSettings, store_id: str) -> Medium:
     if parts.scheme not in SCHEMES or parts.query or parts.fragment or "@" in parts.netloc:
         raise ConfigError(
             f"[medium] url {parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}: use "
-            f"s3://bucket/prefix, "
-            "gs://, az://, nats://host:port,host:port or file:///folder, without credentials"
+            "s3://bucket/prefix, gs://, az://, nats://host:port,host:port or file:///folder, without "
+            "credentials"
         )
     if not isinstance(settings, OwnMediumSettings):
         _refuse_others(url, settings.endpoint)

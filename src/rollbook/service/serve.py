@@ -161,8 +161,8 @@ def _journal(config: ServiceConfig, log: Store, trains: bool, served: Sequence[S
     if config.shared and log.carrier is not None:
         raise ConfigError(
             f"shared = true: {log.path} is a folder of its own of a store of several hosts ([medium] in its "
-            f"store.toml), "
-            "and processes of a service share one folder: start one process, or use a store without a medium"
+            "store.toml), and processes of a service share one folder: start one process, or use a store "
+            "without a medium"
         )
     remedy, settings = "end it, or have both share the store: shared = true", config.model_dump(mode="json")
     with log.claim("service", remedy, shared=config.shared), _writer(log, config.shared) as writer:
