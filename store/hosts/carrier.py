@@ -221,14 +221,15 @@ class Carrier:
             except (StoreError, OSError) as error:
                 logger.warning("what is left in lane %s is not shipped: %s", lane, error)
 
-    def forget_chunks(self, lane: str, segment: int, *, at_once: bool) -> None:
-        """Remove a lane's chunks up to a segment that is in object storage, or those that are old enough.
+    def forget_chunks(self, lane: str, segment: int, *, at_once: bool) -> bool:
+        """Remove a lane's chunks up to a segment that is in object storage, or those that are old enough;
+        whether none of them is left.
 
         Raises:
             MediumError: the medium does not answer.
         """
         before = None if at_once else now_us() - int(self.settings.keep_s * 1e6)
-        forget_chunks(self.medium, lane_sequence(self.host, lane), segment, before)
+        return forget_chunks(self.medium, lane_sequence(self.host, lane), segment, before)
 
     # Folders ------------------------------------------------------------------------------------
 

@@ -3,11 +3,12 @@ then for as long as a host that was away may take to come for them."""
 
 from __future__ import annotations
 
+from rollbook.store.medium.chunk import Chunk
 from rollbook.store.medium.medium import Medium, read_chunk
 
 
-def forget_chunks(medium: Medium, sequence: str, segment: int, before_us: int | None = None) -> int:
-    """Remove a lane's chunks that hold nothing behind a segment; number of the oldest one that is left.
+def forget_chunks(medium: Medium, sequence: str, segment: int, before_us: int | None = None) -> bool:
+    """Remove a lane's chunks that hold nothing behind a segment; whether none is left. The newest one stays.
 
     Args:
         segment: the last one that is in a sealed unit in object storage.
@@ -19,18 +20,23 @@ def forget_chunks(medium: Medium, sequence: str, segment: int, before_us: int | 
     """
     first, last = medium.first(sequence), medium.last(sequence)
     if first is None or last is None:
-        return 0
+        return True
     low, high = first, last  # the first that is to stay is among these
     while low < high:
         middle = (low + high) // 2
         chunk = read_chunk(medium, sequence, middle)
         if chunk is None:
             break
-        done = chunk.end is not None and chunk.end[0] <= segment
-        if done and (before_us is None or chunk.sent_us < before_us):
+        if _is_of(chunk, segment) and (before_us is None or chunk.sent_us < before_us):
             low = middle + 1
         else:
             high = middle
     if low > first:
         medium.forget(sequence, low)
-    return low
+    left = read_chunk(medium, sequence, low)
+    return left is not None and left.end is not None and not _is_of(left, segment)
+
+
+def _is_of(chunk: Chunk, segment: int) -> bool:
+    """Whether a chunk holds bytes, and none behind a segment."""
+    return chunk.end is not None and chunk.end[0] <= segment

@@ -80,8 +80,8 @@ class Carrier(Protocol):
     def unshare(self, named: str) -> None:
         """Let other hosts not have a folder any more."""
 
-    def forget_chunks(self, lane: str, segment: int, *, at_once: bool) -> None:
-        """Let what is in object storage go from what carries the lane."""
+    def forget_chunks(self, lane: str, segment: int, *, at_once: bool) -> bool:
+        """Let what is in object storage go from what carries the lane; whether none of it is left there."""
 
     def agree(self, what: str, value: str) -> bool:
         """Whether all hosts have this value of something."""

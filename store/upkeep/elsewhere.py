@@ -17,7 +17,7 @@ from rollbook.store.ids import now_us
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.erase import erase_own
-from rollbook.store.upkeep.find import find_trajectory, unsealed_lanes
+from rollbook.store.upkeep.find import find_trajectory
 
 LOOK_US = 60_000_000
 """Between two looks for chunks that are old."""
@@ -33,6 +33,8 @@ class Orders:
         self._cut: dict[str, int] = {}
         self._waiting: list[TrajectoryErased] = []
         self._looked_us = 0
+        self._forgotten: dict[str, int] = {}
+        """Lane -> the segment up to which nothing of what was erased is in the medium any more."""
 
     def carry_out(self) -> list[str]:
         """Erase what was ordered since the last call; the units that were rewritten. The caller alone changes
@@ -50,8 +52,6 @@ class Orders:
             try:
                 target = find_trajectory(self._log, order.trajectory_id)
                 rewritten += erase_own(self._log, target, keep_tokens=order.tokens_kept).units
-                if unsealed_lanes(self._log, order.trajectory_id):
-                    self._waiting.append(order)
             except LaneLockedError:
                 self._waiting.append(order)  # its segment is still written: the next pass
             except UpkeepError as error:
@@ -69,8 +69,11 @@ class Orders:
             units = [unit for unit in current_units(self._log.path, lane) if unit.remote is not None]
             erased = [unit.last for unit in units if unit.erased]
             with contextlib.suppress(LaneLockedError):
-                if erased:
-                    carrier.forget_chunks(lane, max(erased), at_once=True)
+                newest = max(erased, default=0)
+                if newest > self._forgotten.get(lane, 0) and carrier.forget_chunks(
+                    lane, newest, at_once=True
+                ):
+                    self._forgotten[lane] = newest
                 if old and units:
                     carrier.forget_chunks(lane, units[-1].last, at_once=False)
 
