@@ -35,6 +35,10 @@ from rollbook.store.wal.frame import ALIGN, MAGIC, BadFrameError, next_chain, pa
 from rollbook.store.wal.segment import Start
 
 FOLLOWED = "FOLLOWED"
+_PLAIN = (
+    *("number", "segment", "offset", "written", "held", "epoch", "session", "fenced", "units", "visible"),
+)
+"""What of a replica its cursor has as it is."""
 
 
 @dataclass(slots=True)
@@ -196,21 +200,9 @@ class Replica:
 
     def save(self) -> None:
         """Write down where to go on."""
-        values = {
-            "host": self.host,
-            "number": self.number,
-            "segment": self.segment,
-            "offset": self.offset,
-            "held": self.held,
-            "chain": self.chain.hex(),
-            "epoch": self.epoch,
-            "session": self.session,
-            "fenced": self.fenced,
-            "units": self.units,
-            "visible": self.visible,
-            "pending": [[pending.end, pending.needs] for pending in self.pending],
-            "boot": boot_id(),
-        }
+        values: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
+        values |= {"host": self.host, "chain": self.chain.hex(), "boot": boot_id()}
+        values["pending"] = [[pending.end, pending.needs] for pending in self.pending]
         body = orjson.dumps(values)
         replace_small(self.folder / FOLLOWED, xxhash.xxh3_64_hexdigest(body).encode() + body)
 
@@ -244,16 +236,10 @@ def opened_replica(store: Path, store_id: str, host: str, lane: str) -> Replica:
     replica = Replica(store, store_id, host, lane)
     values = _cursor(folder)
     if values is not None and values["boot"] == boot_id() and values["host"] == host:
-        replica.number, replica.segment, replica.offset = (
-            values["number"],
-            values["segment"],
-            values["offset"],
-        )
-        replica.held, replica.chain = values["held"], bytes.fromhex(values["chain"])
-        replica.epoch, replica.session, replica.fenced = values["epoch"], values["session"], values["fenced"]
-        replica.units, replica.visible = values["units"], values["visible"]
+        for name in _PLAIN:
+            setattr(replica, name, values[name])
+        replica.chain = bytes.fromhex(values["chain"])
         replica.pending = deque(Pending(end, needs) for end, needs in values["pending"])
-        replica.written = replica.offset
         _find_boundaries(replica)
     else:
         _check_again(replica)

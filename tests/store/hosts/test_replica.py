@@ -79,6 +79,21 @@ def test_any_chunks_give_the_same_files(
     assert read_watermark(there).next_seq == len(sizes)
 
 
+def test_a_follower_that_begins_again_within_a_frame(tmp_path: Path) -> None:
+    """A large frame goes in several chunks; one that ended between two of them goes on with the next."""
+    source = _lane(tmp_path / "a", ["v" * 3_000, "w"])
+    entries = _chunks(source, 512)
+    for number, entry in enumerate(entries):
+        replica = _replica(tmp_path / "b")
+        assert replica.number == number
+        replica.take(entry)
+        replica.save()
+    assert replica.held == 2
+    there = lane_folder(tmp_path / "b", "x")
+    for number in segment_numbers(there):
+        assert segment_path(source, number).read_bytes() == segment_path(there, number).read_bytes()
+
+
 def test_frames_of_another_history_are_refused(tmp_path: Path) -> None:
     """Whole frames, at the right place, with the right numbers, of a lane that is not this one."""
     ours, others = (
