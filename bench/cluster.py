@@ -35,6 +35,7 @@ from rollbook.bench.cluster_stage import (
     Medium,
     environment,
     medium_of,
+    say_in_medium,
     stage_of,
 )
 from rollbook.bench.cluster_storage import CREDENTIALS
@@ -46,8 +47,7 @@ from rollbook.bench.proxy import Plan as ProxyPlan
 from rollbook.bench.proxy_outcome import PROXY
 from rollbook.bench.rounds import order
 from rollbook.ingest.trajectories.place import owner_of
-from rollbook.store.config import toml_lines
-from rollbook.store.hosts.carrier import Carrier
+from rollbook.store.config import toml_text
 from rollbook.store.hosts.join import join
 from rollbook.store.settings import OwnMediumSettings
 
@@ -184,8 +184,8 @@ def _configure(path: Path, medium: Medium, ack: str) -> OwnMediumSettings:
     """Let a store go over a medium, as its first host, straight to the storage server."""
     endpoint = medium.storage_url if medium.brokers is None else None
     settings = OwnMediumSettings.model_validate({"url": medium.url, "endpoint": endpoint, "ack": ack})
-    chosen = {k: v for k, v in settings.model_dump(mode="json").items() if v is not None}
-    (path / "store.toml").write_text(toml_lines({"medium": chosen}).lstrip("\n"))
+    chosen = settings.model_dump(mode="json", exclude_none=True)
+    (path / "store.toml").write_text(toml_text({"medium": chosen}))
     return settings
 
 
@@ -223,9 +223,7 @@ def _pair(
     folder.mkdir(exist_ok=True)
     log = store.open(folder / "a", create=True)
     settings = _configure(log.path, medium, ack)
-    first = Carrier(log.path, log.store_id, settings)
-    assert first.session.valid
-    first.close()
+    say_in_medium(log, settings)
     url = f"{settings.url}/{log.store_id}"
     join(folder / "b", url, settings)
     with ExitStack() as stack:

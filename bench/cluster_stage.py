@@ -21,13 +21,14 @@ import orjson
 from rollbook import store
 from rollbook.bench.cluster_machines import Machine, Network, network
 from rollbook.bench.cluster_nats import NatsServers, free_ports, nats_servers
+from rollbook.bench.cluster_outcome import NATS
 from rollbook.bench.cluster_storage import BUCKET, CREDENTIALS
 from rollbook.bench.loop_agents import Habits
 from rollbook.bench.loop_processes import COMMAND, ENGINE, Victim
 from rollbook.bench.loop_stage import RUN, WEIGHTS, Setting
 from rollbook.bench.processes import BenchError, Process, module
 from rollbook.store import Store
-from rollbook.store.config import toml_lines
+from rollbook.store.config import toml_text
 from rollbook.store.events import SyncFinished
 from rollbook.store.hosts.carrier import Carrier
 from rollbook.store.hosts.join import join
@@ -36,7 +37,6 @@ from rollbook.store.log.tail import Filter
 from rollbook.store.secret import SECRET, store_secret
 from rollbook.store.settings import OwnMediumSettings
 
-OBJECTS, NATS = "objects", "nats"
 FIRST, SECOND, TRAINER, FOLLOWER, LATER = "p0", "p1", "t", "f", "later"
 """The hosts; the last one joins when all is over."""
 PROXIES = (FIRST, SECOND)
@@ -236,12 +236,18 @@ class Stage:
 
     def configure(self, host: str) -> None:
         """Write a host's settings, and the secret that all share."""
-        own = {k: v for k, v in self.settings().model_dump(mode="json").items() if v is not None}
+        own = self.settings().model_dump(mode="json", exclude_none=True)
         remote = {"uri": f"s3://{BUCKET}/units", "endpoint": self.medium.endpoint}
         tables = {"medium": own, "remote": remote, **SMALL}
-        (self.store(host) / "store.toml").write_text(toml_lines(tables).lstrip("\n") + "\n")
+        (self.store(host) / "store.toml").write_text(toml_text(tables))
         shutil.copy(self.folder / SECRET, self.store(host) / SECRET)
         (self.store(host) / SECRET).chmod(0o600)
+
+
+def say_in_medium(log: Store, settings: OwnMediumSettings) -> None:
+    """Let a medium know of a store, as the first process of its first host does."""
+    with contextlib.closing(Carrier(log.path, log.store_id, settings)) as first:
+        assert first.session.valid
 
 
 def closed(log: Store) -> None:
@@ -291,9 +297,7 @@ def stage_of(folder: Path, model: Path, kind: Kind, habits: Habits) -> Iterator[
         )
         made = Stage(folder, kind, net, medium, machines, {}, agents, log.store_id)
         made.configure(FIRST)
-        first = Carrier(log.path, log.store_id, made.settings())
-        assert first.session.valid
-        first.close()
+        say_in_medium(log, made.settings())
         for host in (SECOND, TRAINER, FOLLOWER):
             made.join(host)
         made.victims.update(_victims(made, model, habits, urls.split()))

@@ -342,6 +342,11 @@ class Table(BaseModel):
     )
 
 
+def toml_text(values: Json) -> str:
+    """The text of a file with these values."""
+    return toml_lines(values).lstrip("\n") + "\n"
+
+
 def toml_lines(values: Json, path: str = "") -> str:
     """A line for each value, a comment where there is none; tables behind all others.
 

@@ -12,6 +12,7 @@ A host with or without a port (without one, every port), a bucket, or a folder w
 from __future__ import annotations
 
 import os
+from urllib.parse import urlsplit
 
 VARIABLE = "ROLLBOOK_ALLOW"
 
@@ -32,6 +33,19 @@ def allows_host(host: str, port: int | None = None) -> bool:
 def allows_bucket(bucket: str, scheme: str = "s3") -> bool:
     """Whether the bucket of object storage is named."""
     return f"{scheme}://{bucket}" in [entry.rstrip("/") for entry in _entries()]
+
+
+def not_allowed(scheme: str, bucket: str, endpoint: str | None) -> list[str]:
+    """The bucket, and the service that has it, as far as they are not named.
+
+    Args:
+        endpoint: URL of the service; None: the scheme's own.
+    """
+    service = urlsplit(endpoint or "")
+    missing = [] if allows_bucket(bucket, scheme) else [f"{scheme}://{bucket}"]
+    if service.hostname is not None and not allows_host(service.hostname, service.port):
+        missing.append(service.netloc.rpartition("@")[2])
+    return missing
 
 
 def remedy(*entries: str) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,41 @@ def create_marker(folder: Path) -> None:
         os.link(temporary, folder / MARKER)
     temporary.unlink()
     fsync_folder(folder)
+
+
+def new_place(folder: Path) -> Path:
+    """The folder, absolute, once it is clear that a store can be made there.
+
+    Raises:
+        NotAStoreError: something is in it.
+    """
+    folder = folder.absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise NotAStoreError(f"{folder} exists and is not empty: name an empty or a new folder")
+    return folder
+
+
+@contextlib.contextmanager
+def made_whole(folder: Path, marker: bytes) -> Iterator[Path]:
+    """Context: a folder beside it with the marker of another store, which takes its place at the end; nothing
+    is left of it where that fails.
+
+    Raises:
+        NotAStoreError, FormatError: as `read_marker`.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{new_id()}")
+    try:
+        make_folder(temporary / "lanes")
+        make_empty(temporary / MARKER).write_bytes(marker)
+        read_marker(temporary)
+        yield temporary
+        fsync_folder(temporary)
+        temporary.rename(folder)  # in place of an empty folder, too
+        fsync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def new_marker(store_id: str) -> bytes:

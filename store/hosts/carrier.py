@@ -36,13 +36,12 @@ from rollbook.store.hosts.orphans import move_orphans
 from rollbook.store.hosts.replica import Replica, boot_id, session_of
 from rollbook.store.hosts.session import Session, Witness, seconds
 from rollbook.store.hosts.shipper import SETTLED, LaneShipper, Sender, is_ended, put_fence
-from rollbook.store.hosts.units import refresh_units, units_elsewhere
+from rollbook.store.hosts.units import refresh_units
 from rollbook.store.ids import now_us
 from rollbook.store.log.recovery import recovered_lane
 from rollbook.store.log.store import CHECKPOINTS
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.marker import MARKER
-from rollbook.store.medium.chunk import Chunk
 from rollbook.store.medium.folders import SharedFolders
 from rollbook.store.medium.medium import AGREED, LANES, SESSIONS, STORE, Medium, lane_of, lane_sequence
 from rollbook.store.medium.open import opened_folders, opened_medium
@@ -148,22 +147,18 @@ class Carrier:
         an earlier one was ended by another host.
         """
         with self._gate:
-            self._move_orphans()
-            folder = lane_folder(self._store, lane)
-            if folder.exists() and not is_replica(self._store, lane) and not self._is_ended(lane):
-                return lane
+            before = lane_folder(self._store, lane).exists() and not is_replica(self._store, lane)
             own = lane if lane.endswith(f".{self.host}") else f"{lane}.{self.host}"
-            number = 1
-            while self._is_ended(name := own if number == 1 else f"{own}.{number}"):
-                number += 1
+            names = itertools.chain([lane] if before else [], _numbered(own))
+            name = next(name for name in names if not self._is_ended(name))
+            self._move_orphans()
             return name
 
     def _is_ended(self, lane: str) -> bool:
-        """Whether a lane of this host was ended; what it holds behind its end is moved away then."""
+        """Whether a lane of this host was ended, which is noted in its folder."""
         folder = lane_folder(self._store, lane)
         if folder.exists() and not (folder / FENCED).exists() and is_ended(self.medium, self.host, lane):
             make_empty(folder / FENCED)
-            self._move_orphans()
         return (folder / FENCED).exists()
 
     def _move_orphans(self) -> None:
@@ -177,17 +172,10 @@ class Carrier:
                     move_orphans(self._sender(), lane, self._orphan_writer)
 
     def _orphan_writer(self) -> LaneWriter:
-        own = f"{ORPHANS}.{self.host}"
-        for number in itertools.count(1):
-            name = own if number == 1 else f"{own}.{number}"
-            folder = lane_folder(self._store, name)
-            # That lane may have been ended as well, with the lease of whoever wrote it.
-            if folder.exists() and is_ended(self.medium, self.host, name):
-                if not (folder / FENCED).exists():
-                    make_empty(folder / FENCED)
-                continue
-            return LaneWriter(self._store, self._store_id, name, ship=self.ship)
-        raise AssertionError
+        # That lane may have been ended as well, with the lease of whoever wrote it.
+        lanes = _numbered(f"{ORPHANS}.{self.host}")
+        name = next(name for name in lanes if not self._is_ended(name))
+        return LaneWriter(self._store, self._store_id, name, ship=self.ship)
 
     def ship(self, lane: str, on_fenced: Callable[[FencedError], None]) -> LaneShipper:
         """Ship a lane whose lock this process holds, until the shipper is closed.
@@ -200,8 +188,7 @@ class Carrier:
 
     def _sender(self) -> Sender:
         gated = self.settings.ack == "medium"
-        units = units_elsewhere(self._store)
-        return Sender(self.medium, self.session, self._store, self._store_id, self.host, gated, units)
+        return Sender(self.medium, self.session, self._store, self._store_id, self.host, gated)
 
     def _ship_leftovers(self) -> None:
         """Ship what processes that have ended left in this host's lanes."""
@@ -333,9 +320,7 @@ class Carrier:
             host, lane = lane_of(sequence)
             if host == self.host:
                 continue
-            fence = Chunk(self._store_id, lane, host, 0, 0, self.session.name, 0, "fence")
-            end = put_fence(self.medium, sequence, fence).next_seq
-            self._await_lane(lane, end)
+            self._await_lane(lane, put_fence(self._sender(), sequence).next_seq)
 
     def end_others(self) -> None:
         """End the lanes of all other processes, which must have ended.
@@ -344,11 +329,10 @@ class Carrier:
             LaneLockedError: one runs.
             MediumError: the medium does not answer.
         """
-        witness = self._new_witness() if self.session.valid else None
-        assert witness is not None
+        own, witness = self.session, self._new_witness()
         for sequence in self.medium.sequences(SESSIONS):
             session = sequence.removeprefix(f"{SESSIONS}/")
-            if session == self.session.name:
+            if session == own.name:
                 continue
             if not witness.gone(session):
                 raise LaneLockedError(
@@ -512,6 +496,13 @@ class Carrier:
             self._session.close()
         self.medium.close()
         os.close(self._lock)
+
+
+def _numbered(lane: str) -> Iterator[str]:
+    """A lane's name, and those of the lanes that follow it once it was ended."""
+    yield lane
+    for number in itertools.count(2):
+        yield f"{lane}.{number}"
 
 
 def _is_behind(folder: Path) -> bool:

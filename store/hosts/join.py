@@ -7,17 +7,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollbook.store.config import toml_lines
+from rollbook.store.config import toml_text
 from rollbook.store.errors import NotAStoreError
 from rollbook.store.hosts.carrier import Carrier
 from rollbook.store.hosts.host import host_name
-from rollbook.store.ids import new_id
 from rollbook.store.log.store import Store
-from rollbook.store.marker import MARKER, read_marker
+from rollbook.store.marker import made_whole, new_place
 from rollbook.store.medium.medium import STORE
 from rollbook.store.medium.open import opened_medium, store_address
-from rollbook.store.permissions import make_empty, make_folder
-from rollbook.store.safe_paths import fsync_folder
+from rollbook.store.permissions import make_empty
 from rollbook.store.settings import MediumSettings, read_settings
 
 
@@ -45,9 +43,7 @@ def join(folder: Path, url: str, settings: MediumSettings) -> JoinReport:
         ConfigError, MediumError: the address cannot be used; the medium does not answer or refuses.
         StoreError: what the medium holds is damaged.
     """
-    folder = folder.absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise NotAStoreError(f"{folder} exists and is not empty: name an empty or a new folder")
+    folder = new_place(folder)
     own, store_id = store_address(url, settings)
     medium = opened_medium(own, store_id)
     try:
@@ -58,15 +54,10 @@ def join(folder: Path, url: str, settings: MediumSettings) -> JoinReport:
         raise NotAStoreError(
             f"{url} holds no store: name the address as `rollbook store info` says it on another host"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{new_id()}")
-    try:
-        _write(temporary, marker[0], own)
-        temporary.rename(folder)  # in place of an empty folder, too
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    fsync_folder(folder.parent)
+    with made_whole(folder, marker[0]) as building:
+        chosen = own.model_dump(mode="json", exclude_none=True)
+        make_empty(building / "store.toml").write_text(toml_text({"medium": chosen}))
+        read_settings(building)
     try:
         with contextlib.closing(Carrier(folder, store_id, own)) as carrier:
             carrier.catch_up()
@@ -74,13 +65,3 @@ def join(folder: Path, url: str, settings: MediumSettings) -> JoinReport:
         shutil.rmtree(folder, ignore_errors=True)  # so that the same command can be given again
         raise
     return JoinReport(host_name(folder), Store(folder, store_id).head())
-
-
-def _write(folder: Path, marker: bytes, settings: MediumSettings) -> None:
-    make_folder(folder / "lanes")
-    make_empty(folder / MARKER).write_bytes(marker)
-    read_marker(folder)  # refuses what a newer release wrote, or what is no marker
-    chosen = {name: value for name, value in settings.model_dump(mode="json").items() if value is not None}
-    make_empty(folder / "store.toml").write_text(toml_lines({"medium": chosen}).lstrip("\n") + "\n")
-    read_settings(folder)
-    fsync_folder(folder)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollbook.store.config import read_toml, toml_lines
+from rollbook.store.config import read_toml, toml_text
 from rollbook.store.events import CheckpointRemoved, CheckpointWritten
 from rollbook.store.fold.checkpoints import held_and_removed
 from rollbook.store.hosts.carrier import SHARED, Carrier
@@ -81,7 +81,7 @@ def _settle(store: Path, replicas: list[str]) -> None:
     if settings.remote.uri is not None:
         remote = {"uri": settings.remote.uri, "endpoint": settings.remote.endpoint}
         values["remote"] = {key: value for key, value in remote.items() if value is not None}
-    replace_small(store / "store.toml", (toml_lines(values).lstrip("\n") + "\n").encode())
+    replace_small(store / "store.toml", toml_text(values).encode())
     for name in (REPLICAS, SHARED, HOST):
         (store / name).unlink(missing_ok=True)
     fsync_folder(store)

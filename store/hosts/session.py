@@ -55,8 +55,8 @@ class Session:
 
     def __init__(self, medium: Medium, host: str, lease_s: float, locks: Path | None = None) -> None:
         self.name = f"{host}.{new_id()}"
-        self._lock = None if locks is None else take_lock(_lock_file(locks, self.name), "its session", "wait")
         self._lock_file = None if locks is None else _lock_file(locks, self.name)
+        self._lock = None if self._lock_file is None else take_lock(self._lock_file, "its session", "wait")
         self._register = Register(medium, session_sequence(self.name))
         self._host, self._lease_s = host, lease_s
         self._lanes: set[str] = set()

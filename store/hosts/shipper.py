@@ -26,9 +26,10 @@ import orjson
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError, FencedError, StoreError
 from rollbook.store.hosts.session import Session
+from rollbook.store.hosts.units import units_elsewhere
 from rollbook.store.ids import now_us
 from rollbook.store.medium.chunk import Chunk, Part, encode_chunk
-from rollbook.store.medium.medium import Medium, lane_sequence, newest_chunk, read_chunk
+from rollbook.store.medium.medium import Medium, lane_of, lane_sequence, newest_chunk, read_chunk
 from rollbook.store.permissions import make_empty, open_file, replace_small
 from rollbook.store.safe_paths import open_plain
 from rollbook.store.sealed.unit import unsealed_start
@@ -66,7 +67,6 @@ class Sender:
     Attributes:
         store, store_id: the folder, and its id.
         gated: whether only what the medium has is acknowledged.
-        units: names of a lane's units that are in object storage.
     """
 
     medium: Medium
@@ -75,7 +75,6 @@ class Sender:
     store_id: str
     host: str
     gated: bool
-    units: Callable[[str], list[str]]
 
 
 class LaneShipper:
@@ -293,7 +292,7 @@ class LaneShipper:
         if now < self._units_due:
             return None
         self._units_due = now + UNITS_S
-        units = self._sender.units(self.lane)
+        units = units_elsewhere(self._sender.store, self.lane)
         return None if units == self._units else units
 
     def _move(self, at: Shipped) -> None:
@@ -496,8 +495,7 @@ def settled_end(sender: Sender, lane: str) -> Shipped:
         MediumError: no answer.
     """
     folder, sequence = lane_folder(sender.store, lane), lane_sequence(sender.host, lane)
-    fence = Chunk(sender.store_id, lane, sender.host, 0, 0, sender.session.name, 0, "fence")
-    number = put_fence(sender.medium, sequence, fence).number
+    number = put_fence(sender, sequence).number
     at = (
         _behind(sender.medium, sequence, number - 1, folder)
         if number
@@ -518,17 +516,14 @@ def is_ended(medium: Medium, host: str, lane: str) -> bool:
     return newest is not None and newest.kind == "fence"
 
 
-def put_fence(medium: Medium, sequence: str, fence: Chunk) -> Chunk:
+def put_fence(sender: Sender, sequence: str) -> Chunk:
     """End a lane where its newest chunk ends; the fence that is there.
-
-    Args:
-        fence: who ends it; the number, the epoch and the event are those of the lane's end.
 
     Raises:
         MediumError: no answer.
     """
-    newest = medium.last(sequence)
-    number = 0 if newest is None else newest
+    medium, (host, lane) = sender.medium, lane_of(sequence)
+    number = medium.last(sequence) or 0
     last: Chunk | None = None
     while True:
         if chunk := read_chunk(medium, sequence, number):
@@ -539,6 +534,6 @@ def put_fence(medium: Medium, sequence: str, fence: Chunk) -> Chunk:
             continue
         end = 0 if last is None else last.next_seq
         epoch = 1 if last is None else last.epoch + 1
-        mine = replace(fence, number=number, epoch=epoch, next_seq=end)
+        mine = Chunk(sender.store_id, lane, host, number, epoch, sender.session.name, end, "fence")
         if medium.put(sequence, number, encode_chunk(mine)):
             return mine

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from pyarrow import fs
 
 from rollbook.store.hosts.replica import Replica
 from rollbook.store.permissions import make_folder
-from rollbook.store.sealed.remote import explained, remote_folder, remote_place
+from rollbook.store.sealed.remote import explained, read_remote_unit, remote_folder, remote_place
 from rollbook.store.sealed.unit import (
     MANIFEST,
     UNIT_NAME,
     Unit,
     choose,
     current_units,
-    parse_manifest,
     read_manifest,
     unit_folder,
     unsealed_start,
-    with_remote,
     write_manifest,
 )
 from rollbook.store.settings import read_settings
@@ -32,16 +29,12 @@ _DROPPED = "!"
 """Behind the name of a unit whose files retention has removed."""
 
 
-def units_elsewhere(store: Path) -> Callable[[str], list[str]]:
-    """Says which of a lane's current units are in object storage; a unit that was dropped has a mark."""
-
-    def units(lane: str) -> list[str]:
-        if not (store / "sealed" / lane).exists():
-            return []
-        known = [unit for unit in current_units(store, lane) if unit.remote is not None]
-        return [unit.name + (_DROPPED if unit.dropped_us is not None else "") for unit in known]
-
-    return units
+def units_elsewhere(store: Path, lane: str) -> list[str]:
+    """Which of a lane's current units are in object storage; a unit that was dropped has a mark."""
+    if not (store / "sealed" / lane).exists():
+        return []
+    known = [unit for unit in current_units(store, lane) if unit.remote is not None]
+    return [unit.name + (_DROPPED if unit.dropped_us is not None else "") for unit in known]
 
 
 def refresh_units(store: Path, store_id: str, replica: Replica) -> None:
@@ -92,9 +85,7 @@ def _copy_manifests(
         name = entry.removesuffix(_DROPPED)
         if name in known and (known[name].dropped_us is not None) == entry.endswith(_DROPPED):
             continue
-        with system.open_input_stream(f"{path}/{name}/{MANIFEST}") as stream:
-            unit = parse_manifest(stream.read(), f"{base}/{name}/{MANIFEST}")
-        unit = with_remote(unit, f"{base}/{name}")
+        unit = read_remote_unit(system, f"{path}/{name}", f"{base}/{name}")
         make_folder(unit_folder(store, unit))
         write_manifest(unit_folder(store, unit), unit)
 

@@ -99,12 +99,8 @@ def trajectories(selection: TrajectorySet, advance: Callable[[int], Any]) -> Ite
 def in_that_order(selection: TrajectorySet) -> dict[str, int]:
     """The ids of the trajectories in the order in which `trajectories` gives them, each with the number of
     its events."""
-    query = (
-        f"SELECT trajectory_id, count(*) FROM events WHERE kind <> '{NOT_FOLDED}' AND trajectory_id IN "
-        f"({selection.sql()}) GROUP BY trajectory_id ORDER BY max((list_position($lanes, lane), seq))"
-    )
-    parameters: dict[str, Any] = {**selection.parameters, "lanes": _lanes(selection)}
-    return dict(selection.connect().execute(query, parameters).fetchall())
+    order = "ORDER BY max((list_position($lanes, lane), seq))"
+    return _events_each(selection, order, lanes=_lanes(selection))
 
 
 def count_events(selection: TrajectorySet) -> int:
@@ -112,13 +108,13 @@ def count_events(selection: TrajectorySet) -> int:
     return sum(_events_each(selection).values())
 
 
-def _events_each(selection: TrajectorySet) -> dict[str, int]:
-    """Trajectory id -> events it is folded from."""
+def _events_each(selection: TrajectorySet, order: str = "", **parameters: Any) -> dict[str, int]:
+    """Trajectory id -> events it is folded from, in an order by SQL."""
     query = (
         f"SELECT trajectory_id, count(*) FROM events WHERE kind <> '{NOT_FOLDED}' "
-        f"AND trajectory_id IN ({selection.sql()}) GROUP BY trajectory_id"
+        f"AND trajectory_id IN ({selection.sql()}) GROUP BY trajectory_id {order}"
     )
-    return dict(selection.connect().execute(query, selection.parameters).fetchall())
+    return dict(selection.connect().execute(query, {**selection.parameters, **parameters}).fetchall())
 
 
 def _lanes(selection: TrajectorySet) -> list[str]:

@@ -10,17 +10,15 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import obstore
 import orjson
-from obstore.exceptions import BaseError
 
-from rollbook.store.errors import CorruptionError, MediumError
+from rollbook.store.errors import CorruptionError
 from rollbook.store.ids import new_id
-from rollbook.store.medium.objects import opened_objects
+from rollbook.store.medium.objects import explained, opened_objects
 from rollbook.store.permissions import make_empty, make_folder
 from rollbook.store.safe_paths import fsync_file, fsync_folder
 
@@ -107,15 +105,8 @@ class SharedFolders:
                 with contextlib.suppress(FileNotFoundError):
                     obstore.delete(self._objects, [found["path"] for found in page])
 
-    @contextlib.contextmanager
-    def _explained(self, named: str) -> Iterator[None]:
-        try:
-            yield
-        except (CorruptionError, MediumError):
-            raise
-        except (BaseError, OSError) as error:
-            first = str(error).partition("\n")[0]
-            raise MediumError(f"{self.address}/{named}: {first}: see that object storage answers") from error
+    def _explained(self, named: str) -> contextlib.AbstractContextManager[None]:
+        return explained(f"{self.address}/{named}")
 
 
 def _sha256(path: Path) -> str:

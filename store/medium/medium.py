@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from rollbook.store.cut import LANE_NAME
 from rollbook.store.errors import MediumError
@@ -21,8 +21,6 @@ AGREED = "agreed"
 """The first part of sequences of one entry, in which hosts find what all of them must have."""
 STORE = "store"
 """The sequence whose one entry is the store's marker, by which a host knows what it joins."""
-
-
 Wanted = tuple[str, int, int]
 """(sequence, start, most) of entries to read."""
 
@@ -147,8 +145,3 @@ def newest_chunk(medium: Medium, sequence: str) -> Chunk | None:
 def claim_sequence(what: str) -> str:
     """The sequence of a claim's holders."""
     return f"{CLAIMS}/{quote(what, safe='')}"
-
-
-def claimed(sequence: str) -> str:
-    """What a claim's sequence is the claim of."""
-    return unquote(sequence.removeprefix(f"{CLAIMS}/"))

@@ -17,12 +17,12 @@ from urllib.parse import quote, unquote
 import nats
 import orjson
 from nats.errors import Error as NatsError
-from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import DiscardPolicy, RawStreamMsg, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import APIError, NotFoundError
 
 from rollbook.store.errors import MediumError
 from rollbook.store.medium.loop_thread import LoopThread
-from rollbook.store.medium.medium import Wanted
+from rollbook.store.medium.medium import LANES, Wanted
 
 NUMBER = "Rollbook-Number"
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
@@ -205,10 +205,9 @@ class NatsMedium:
                 )
             except NotFoundError:
                 return
-            assert message.headers is not None
-            assert message.seq is not None
-            yield (int(message.headers[NUMBER]), message.seq), message.data or b""
-            place = message.seq + 1
+            at = _at(message)
+            yield at, message.data or b""
+            place = at[1] + 1
 
     def last(self, sequence: str) -> int | None:
         """See `Medium`."""
@@ -221,9 +220,7 @@ class NatsMedium:
             message = await self._js.get_last_msg(self._stream, self._subject(sequence), direct=False)
         except NotFoundError:
             return None
-        assert message.headers is not None
-        assert message.seq is not None
-        return int(message.headers[NUMBER]), message.seq
+        return _at(message)
 
     def first(self, sequence: str) -> int | None:
         """See `Medium`."""
@@ -236,11 +233,7 @@ class NatsMedium:
 
     async def _sequences(self, kind: str) -> list[str]:
         info = await self._js.stream_info(self._stream, subjects_filter=f"{self._prefix}.{kind}.>")
-        subjects = info.state.subjects or {}
-        return sorted(
-            "/".join(unquote(part) for part in subject.removeprefix(f"{self._prefix}.").split("."))
-            for subject in subjects
-        )
+        return sorted(map(self._sequence_of, info.state.subjects or {}))
 
     def forget(self, sequence: str, before: int) -> None:
         """See `Medium`."""
@@ -261,10 +254,9 @@ class NatsMedium:
 
     async def _listen(self) -> None:
         async def told(message: Any) -> None:
-            subject = message.subject.removeprefix(f"{self._prefix}.")
-            self._heard("/".join(unquote(part) for part in subject.split(".")))
+            self._heard(self._sequence_of(message.subject))
 
-        await self._nc.subscribe(f"{self._prefix}.lanes.>", cb=told)
+        await self._nc.subscribe(f"{self._prefix}.{LANES}.>", cb=told)
 
     def close(self) -> None:
         """See `Medium`."""
@@ -279,6 +271,9 @@ class NatsMedium:
         parts = (quote(part, safe="").replace(".", "%2E") for part in sequence.split("/"))
         return f"{self._prefix}.{'.'.join(parts)}"
 
+    def _sequence_of(self, subject: str) -> str:
+        return "/".join(unquote(part) for part in subject.removeprefix(f"{self._prefix}.").split("."))
+
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         try:
             return self._loop.run(work, 3 * TIMEOUT_S)
@@ -287,6 +282,12 @@ class NatsMedium:
                 f"{self.address}: {error or type(error).__name__}: see that the servers run, with "
                 "JetStream, and that NATS_CREDS names credentials that may use the store's subjects"
             ) from error
+
+
+def _at(message: RawStreamMsg) -> At:
+    assert message.headers is not None
+    assert message.seq is not None
+    return int(message.headers[NUMBER]), message.seq
 
 
 async def _ignored(_: Exception) -> None:

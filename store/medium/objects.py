@@ -21,7 +21,7 @@ from obstore.store import from_url
 
 from rollbook.store.errors import ConfigError, MediumError
 from rollbook.store.medium.loop_thread import LoopThread
-from rollbook.store.medium.medium import Wanted
+from rollbook.store.medium.medium import LANES, Wanted
 
 READ_AT_ONCE = 32
 """Entries that are fetched at the same time: each takes a round trip."""
@@ -88,17 +88,11 @@ class ObjectMedium:
 
     def last(self, sequence: str) -> int | None:
         """See `Medium`."""
-        newest: int | None = None
-        for number in self._numbers(sequence):
-            newest = number if newest is None else max(newest, number)
-        return newest
+        return max(self._numbers(sequence), default=None)
 
     def first(self, sequence: str) -> int | None:
         """See `Medium`."""
-        oldest: int | None = None
-        for number in self._numbers(sequence):
-            oldest = number if oldest is None else min(oldest, number)
-        return oldest
+        return min(self._numbers(sequence), default=None)
 
     def _numbers(self, sequence: str) -> Iterator[int]:
         prefix = f"log/{sequence}/"
@@ -111,7 +105,7 @@ class ObjectMedium:
 
     def sequences(self, kind: str) -> list[str]:
         """See `Medium`."""
-        return sorted(self._below(kind, {"lanes": 2}.get(kind, 1)))
+        return sorted(self._below(kind, 2 if kind == LANES else 1))
 
     def _below(self, prefix: str, depth: int) -> Iterator[str]:
         with self._explained(prefix):
@@ -139,16 +133,25 @@ class ObjectMedium:
         """See `Medium`."""
         self._loop.close()
 
-    @contextlib.contextmanager
-    def _explained(self, path: str) -> Iterator[None]:
-        try:
-            yield
-        except (BaseError, OSError) as error:
-            first = str(error).partition("\n")[0]
-            raise MediumError(
-                f"{self.address}/{path}: {first}: see that the service answers, and that its credentials and "
-                "region are right (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION)"
-            ) from error
+    def _explained(self, path: str) -> contextlib.AbstractContextManager[None]:
+        return explained(f"{self.address}/{path}")
+
+
+@contextlib.contextmanager
+def explained(address: str) -> Iterator[None]:
+    """Names the address in the error of a failed operation of obstore.
+
+    Raises:
+        MediumError: instead of obstore's, or of an OSError.
+    """
+    try:
+        yield
+    except (BaseError, OSError) as error:
+        first = str(error).partition("\n")[0]
+        raise MediumError(
+            f"{address}: {first}: see that the service answers, and that its credentials and region are "
+            "right (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION)"
+        ) from error
 
 
 def _path(sequence: str, number: int) -> str:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from rollbook.store.errors import ConfigError, MediumError
-from rollbook.store.external_access import allows_bucket, allows_folder, allows_host, remedy
+from rollbook.store.external_access import allows_folder, allows_host, not_allowed, remedy
 from rollbook.store.medium.medium import Medium
+from rollbook.store.sealed.remote import remote_folder
 from rollbook.store.settings import MediumSettings, OwnMediumSettings, StoreSettings
 
 if TYPE_CHECKING:
@@ -78,10 +79,9 @@ def opened_folders(settings: StoreSettings, store_id: str) -> SharedFolders:
     if url is None:
         raise ConfigError(
             "checkpoints go from host to host by object storage: set `uri` under [remote] in store.toml, as "
-            "messages "
-            "of NATS are too small for them"
+            "messages of NATS are too small for them"
         )
-    return SharedFolders(f"{url.rstrip('/')}/{store_id}", endpoint)
+    return SharedFolders(remote_folder(url, store_id), endpoint)
 
 
 def _refuse_others(url: str, endpoint: str | None) -> None:
@@ -93,9 +93,6 @@ def _refuse_others(url: str, endpoint: str | None) -> None:
         hosts = [urlsplit(f"nats://{host}") for host in parts.netloc.split(",")]
         missing += [h.netloc.rpartition("@")[2] for h in hosts if not allows_host(h.hostname or "", h.port)]
     else:
-        missing += [] if allows_bucket(parts.netloc, parts.scheme) else [f"{parts.scheme}://{parts.netloc}"]
-        service = urlsplit(endpoint or "")
-        if service.hostname is not None and not allows_host(service.hostname, service.port):
-            missing.append(service.netloc.rpartition("@")[2])
+        missing += not_allowed(parts.scheme, parts.netloc, endpoint)
     if missing:
         raise MediumError(f"the store's own files say that its log goes to {url}: {remedy(*missing)}")

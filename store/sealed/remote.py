@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from pyarrow import fs
 
 from rollbook.store.errors import ConfigError, CorruptionError, RemoteError, StoreError
-from rollbook.store.external_access import allows_bucket, allows_host, remedy
+from rollbook.store.external_access import not_allowed, remedy
 from rollbook.store.safe_paths import read_small
 from rollbook.store.sealed.unit import (
     MANIFEST,
@@ -30,8 +30,10 @@ from rollbook.store.sealed.unit import (
     UNIT_NAME,
     Unit,
     manifest_bytes,
+    parse_manifest,
     read_manifest,
     unit_folder,
+    with_remote,
 )
 from rollbook.store.settings import OwnRemoteSettings, RemoteSettings, read_settings
 
@@ -72,13 +74,24 @@ def remote_place(uri: str, settings: RemoteSettings) -> tuple[fs.FileSystem, str
     return _s3(options, os.getpid()), f"{parts.netloc}{parts.path}".rstrip("/")
 
 
+def read_remote_unit(system: fs.FileSystem, path: str, address: str) -> Unit:
+    """A unit by its manifest in object storage.
+
+    Args:
+        path: of its folder there; address: the same, as the unit's files are named by it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CorruptionError: it is damaged.
+        FormatError: a newer Rollbook wrote it.
+    """
+    with system.open_input_stream(f"{path}/{MANIFEST}") as stream:
+        return with_remote(parse_manifest(stream.read(), f"{address}/{MANIFEST}"), address)
+
+
 def _refuse_others(bucket: str, endpoint: str | None) -> None:
     """Check that the operator allows the bucket and the service, which receive this process's credentials."""
-    service = urlsplit(endpoint or "")
-    missing = [] if allows_bucket(bucket) else [f"s3://{bucket}"]
-    if service.hostname is not None and not allows_host(service.hostname, service.port):
-        missing.append(service.netloc.rpartition("@")[2])
-    if missing:
+    if missing := not_allowed("s3", bucket, endpoint):
         raise RemoteError(
             f"the store's own files say that sealed files are at {' of '.join(missing)}, and your "
             f"credentials would go there: {remedy(*missing)}"
@@ -133,6 +146,21 @@ def explained(address: str, settings: RemoteSettings) -> Iterator[None]:
         raise  # some are OSErrors too
     except OSError as error:
         raise refused(address, settings, error) from error
+
+
+@contextlib.contextmanager
+def outage_explained(address: str, settings: RemoteSettings) -> Iterator[None]:
+    """The same where object storage does not answer or refuses; that a file is missing or wrong stays what
+    it is."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        # pyiceberg words a refusal anew, and keeps the original behind it.
+        if is_outage(error) or is_outage(error.__cause__):
+            raise refused(address, settings, error) from error
+        raise
 
 
 # Taking away ----------------------------------------------------------------------------------------

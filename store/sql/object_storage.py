@@ -16,7 +16,7 @@ from typing import Any
 import duckdb
 
 from rollbook.store.errors import ConfigError, RemoteError
-from rollbook.store.sealed.remote import is_outage, refused, remote_place
+from rollbook.store.sealed.remote import outage_explained, remote_place
 from rollbook.store.settings import RemoteSettings
 
 KEPT_OPEN = 4096
@@ -64,23 +64,13 @@ class _Handle:
 
     def read(self, size: int = -1) -> bytes:
         size = self._file.size() - self.tell() if size < 0 else size
-        data: bytes = _with_clear_errors(
-            lambda: self._file.read_at(size, self.tell()), self._address, self._settings
-        )
+        with outage_explained(self._address, self._settings):
+            data: bytes = self._file.read_at(size, self.tell())
         self._at.position = self.tell() + len(data)
         return data
 
     def close(self) -> None:
         """The file stays open for the connection's next query."""
-
-
-def _with_clear_errors(read: Any, address: str, settings: RemoteSettings) -> Any:
-    try:
-        return read()
-    except OSError as error:
-        if is_outage(error):
-            raise refused(address, settings, error) from None
-        raise
 
 
 def file_system(settings: RemoteSettings) -> Any:
@@ -103,7 +93,8 @@ def file_system(settings: RemoteSettings) -> Any:
 
         def _open_once(self, address: str) -> Any:
             system, path = remote_place(address, settings)
-            return _with_clear_errors(lambda: system.open_input_file(path), address, settings)
+            with outage_explained(address, settings):
+                return system.open_input_file(path)
 
         def open(self, path: str, mode: str = "rb", **_: Any) -> _Handle:
             return _Handle(self._opened(path), path, settings)

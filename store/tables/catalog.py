@@ -26,7 +26,7 @@ from rollbook.store.errors import CatalogError, ConfigError, OutsideError, Store
 from rollbook.store.hosts.host import host_name
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.derived import SCALARS
-from rollbook.store.sealed.remote import is_outage, refused, remote_folder
+from rollbook.store.sealed.remote import outage_explained, remote_folder
 from rollbook.store.tables.definitions import (
     COLUMNS,
     FILES,
@@ -103,24 +103,6 @@ def open_tables(log: Store) -> Iterator[TableCatalog]:
         ) from error
 
 
-@contextlib.contextmanager
-def storage_explained(catalog: TableCatalog, what: str) -> Iterator[None]:
-    """Names what was read or written in the error of an object storage that does not answer or refuses.
-
-    Raises:
-        RemoteError: instead of an OSError.
-    """
-    try:
-        yield
-    except StoreError:
-        raise  # some are OSErrors too
-    except OSError as error:
-        # pyiceberg words a refusal anew, and keeps the original behind it.
-        if is_outage(error) or is_outage(error.__cause__):
-            raise refused(what, catalog.log.settings().remote, error) from error
-        raise
-
-
 def is_damage(error: Exception) -> bool:
     """Whether reading a table's metadata failed because that is gone or damaged, of which pyiceberg raises
     whatever it stumbles over; and not because a database, a disk or a service did not answer."""
@@ -160,7 +142,7 @@ def find_table(catalog: TableCatalog, definition: TableDefinition, *, anew: bool
         return _settled(table, properties)
     _forget(catalog, name)
     location = folder.removesuffix("/metadata")
-    with storage_explained(catalog, folder):
+    with outage_explained(folder, catalog.log.settings().remote):
         return catalog.create_table(name, definition.schema, location, properties=properties)
 
 
@@ -181,7 +163,7 @@ def _loaded(catalog: TableCatalog, name: str, load: Callable[[], Table]) -> Tabl
         CatalogError, RemoteError: as `find_table`.
     """
     try:
-        with storage_explained(catalog, name):
+        with outage_explained(name, catalog.log.settings().remote):
             table = load()
     except NoSuchTableError:
         return None

@@ -31,6 +31,7 @@ from rollbook.store.errors import CatalogError, CorruptionError
 from rollbook.store.log.store import Store
 from rollbook.store.sealed.derived import SCALARS
 from rollbook.store.sealed.leases import lease_units
+from rollbook.store.sealed.remote import outage_explained
 from rollbook.store.sealed.unit import Unit, current_units
 from rollbook.store.tables.catalog import (
     TableCatalog,
@@ -39,7 +40,6 @@ from rollbook.store.tables.catalog import (
     metadata_folders,
     name_of,
     open_tables,
-    storage_explained,
 )
 from rollbook.store.tables.definitions import FILES, MERGED, TABLES, TableDefinition, digest_of
 from rollbook.store.tables.files import files_of, lane_of
@@ -132,7 +132,7 @@ def _brought_up(
     why: Exception | None = None
     for _ in range(ATTEMPTS):
         try:
-            with storage_explained(catalog, name):
+            with outage_explained(name, catalog.log.settings().remote):
                 table = find_table(catalog, definition, anew=anew)
                 wanted = _wanted(catalog, definition, units)
                 if _digest(catalog, table) == digest_of(wanted):

@@ -7,7 +7,6 @@ until `[remote] uri` is set in its `store.toml`.
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +15,16 @@ import orjson
 from pyarrow import fs
 
 from rollbook.store.errors import CorruptionError, NotAStoreError
-from rollbook.store.ids import new_id
-from rollbook.store.marker import MARKER, read_marker
+from rollbook.store.marker import MARKER, made_whole, new_place
 from rollbook.store.permissions import make_empty, make_folder
-from rollbook.store.safe_paths import fsync_folder
-from rollbook.store.sealed.remote import explained, remote_place
+from rollbook.store.sealed.remote import explained, read_remote_unit, remote_place
 from rollbook.store.sealed.unit import (
     MANIFEST,
     UNIT_NAME,
     Unit,
     current_units,
-    parse_manifest,
     unit_folder,
     unsealed_start,
-    with_remote,
     write_manifest,
 )
 from rollbook.store.settings import OwnRemoteSettings
@@ -68,23 +63,14 @@ def attach(folder: Path, uri: str, endpoint: str | None = None) -> AttachReport:
         CorruptionError: a manifest is damaged, or one between two others is missing.
         FormatError: a newer Rollbook wrote it.
     """
-    folder = folder.absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise NotAStoreError(f"{folder} exists and is not empty: name an empty or a new folder")
+    folder = new_place(folder)
     uri, settings = uri.rstrip("/"), OwnRemoteSettings(endpoint=endpoint)
     with explained(uri, settings):
         system, base = remote_place(uri, settings)
         marker = _marker(system, base, uri)
         units, unfinished = _find_units(system, base, uri)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{new_id()}")
-    try:
-        lanes = _write_store(temporary, marker, units, endpoint)
-        temporary.rename(folder)  # in place of an empty folder, too
-        fsync_folder(folder.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with made_whole(folder, marker) as building:
+        lanes = _write_units(building, units, endpoint)
     size = sum(unit.bytes for unit in units if unit.dropped_us is None)
     return AttachReport(lanes, len(units), size, unfinished)
 
@@ -109,19 +95,15 @@ def _find_units(system: fs.FileSystem, base: str, uri: str) -> tuple[list[Unit],
     whole = sorted(folder for folder in folders if f"{folder}/{MANIFEST}" in set(files))
 
     def read(unit: Path) -> Unit:
-        with system.open_input_stream(f"{base}/{unit}/{MANIFEST}") as stream:
-            return with_remote(parse_manifest(stream.read(), f"{uri}/{unit}/{MANIFEST}"), f"{uri}/{unit}")
+        return read_remote_unit(system, f"{base}/{unit}", f"{uri}/{unit}")
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         units = list(pool.map(read, whole))
     return units, tuple(f"{uri}/{folder}" for folder in sorted(folders - set(whole)))
 
 
-def _write_store(folder: Path, marker: bytes, units: list[Unit], endpoint: str | None) -> dict[str, int]:
-    """Write the store's files; lane -> its events."""
-    make_folder(folder / "lanes")
-    make_empty(folder / MARKER).write_bytes(marker)
-    read_marker(folder)  # refuses what a newer release wrote, or what is no marker
+def _write_units(folder: Path, units: list[Unit], endpoint: str | None) -> dict[str, int]:
+    """Write what the store has beside its marker; lane -> its events."""
     if endpoint is not None:
         make_empty(folder / "store.toml").write_text(
             f"[remote]\nendpoint = {orjson.dumps(endpoint).decode()}\n"
@@ -139,7 +121,6 @@ def _write_store(folder: Path, marker: bytes, units: list[Unit], endpoint: str |
                 f"{current_units(folder, lane)[-1].remote}: run `rollbook store upload` where the store is, "
                 "if it still is"
             ) from error
-    fsync_folder(folder)
     return ends
 
 

@@ -147,29 +147,21 @@ def remove_checkpoint(
         write: appends a record of the run, and waits until it is durable.
     """
     folder = folder_of(log, record, run)
-    if folder is None:
-        return _remove_elsewhere(log, run, record, reason, write)
-    with removing_alone(folder) as alone:
-        if not alone:
-            return False
-        named = (record.policy, record.policy_version, record.path)
-        write(CheckpointRemoved(*named, record.weights_digest, record.optimizer_digest, reason))
-        _discard(folder)
+    if folder is None and (log.carrier is None or not is_checkpoint_of(record, run)):
+        return False
+    named = (record.policy, record.policy_version, record.path)
+    removed = CheckpointRemoved(*named, record.weights_digest, record.optimizer_digest, reason)
+    if folder is None:  # other hosts have it, and find it where hosts share it
+        write(removed)
+    else:
+        with removing_alone(folder) as alone:
+            if not alone:
+                return False
+            write(removed)
+            _discard(folder)
     if log.carrier is not None:
         log.carrier.unshare(record.path)
     note_removed_checkpoint(log.path, run, record.path)
-    return True
-
-
-def _remove_elsewhere(
-    log: Store, run: str, record: CheckpointWritten, reason: str, write: Callable[[Record], None]
-) -> bool:
-    """Remove a checkpoint that is not on this host from where hosts share it."""
-    if log.carrier is None or not is_checkpoint_of(record, run):
-        return False
-    named = (record.policy, record.policy_version, record.path)
-    write(CheckpointRemoved(*named, record.weights_digest, record.optimizer_digest, reason))
-    log.carrier.unshare(record.path)
     return True
 
 

@@ -9,6 +9,7 @@ event that records the erasure is appended.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ def erase_own(log: Store, target: LoggedTrajectory, *, keep_tokens: bool) -> Era
         LaneLockedError: its newest events are in a segment that is still written; nothing was erased.
         CorruptionError: a file that holds it is damaged.
     """
-    _seal_all_of(log, target)
+    unsealed = unsealed_lanes(log, target.trajectory_id)
+    _seal_all_of(log, target, unsealed)
     own, there = set(log.own_lanes()), units_with(log, target.trajectory_id)
     units = [unit for unit in there if unit.lane in own]
     # All units are read before the first is rewritten, so that damage is found before anything changes.
@@ -123,7 +125,7 @@ def erase_own(log: Store, target: LoggedTrajectory, *, keep_tokens: bool) -> Era
     rewritten = [_rewrite(log, unit, target.trajectory_id, keep_tokens) for unit in units]
     follow_or_warn(log)  # before the files go that it names
     _remove_what_was_replaced(log)
-    others = {unit.lane for unit in there} | set(unsealed_lanes(log, target.trajectory_id))
+    others = {unit.lane for unit in there} | unsealed.keys()
     return EraseReport(
         target.trajectory_id,
         target.name,
@@ -143,14 +145,17 @@ def erase_own(log: Store, target: LoggedTrajectory, *, keep_tokens: bool) -> Era
 # Before: everything of it into units ----------------------------------------------------------------
 
 
-def _seal_all_of(log: Store, target: LoggedTrajectory) -> None:
-    """Seal the unsealed events of the lanes that hold the trajectory.
+def _seal_all_of(log: Store, target: LoggedTrajectory, unsealed: Mapping[str, int]) -> None:
+    """Seal the unsealed events of this host's lanes that hold the trajectory.
+
+    Args:
+        unsealed: lane -> its last unsealed event of it.
 
     Raises:
         LaneLockedError: some of it is in a segment that another process still writes.
     """
     own = set(log.own_lanes())
-    newest = {k: seq for k, seq in unsealed_lanes(log, target.trajectory_id).items() if k in own}
+    newest = {lane: seq for lane, seq in unsealed.items() if lane in own}
     with contextlib.ExitStack() as stack:
         for lane, seq in newest.items():
             if seq >= _open_segment_start(log.path, lane):

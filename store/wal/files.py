@@ -16,7 +16,7 @@ import re
 import struct
 import time
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import orjson
@@ -58,7 +58,7 @@ SHIPPED, REPLICA, FENCED, REPLICAS = "SHIPPED", "REPLICA", "FENCED", "REPLICAS"
 store's folder: how far the replicas of all lanes may be read."""
 TOLD = "TOLD"
 """Of a lane's folder: names of its sealed units, in the last list that other hosts have."""
-_SHIPPED = struct.Struct("<QQQQQQQQ")
+_SHIPPED = struct.Struct("<8Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +84,7 @@ class Shipped:
 
     def pack(self) -> bytes:
         """64 bytes: seven numbers and their xxh3-64, little-endian."""
-        numbers = (
-            self.number,
-            self.epoch,
-            self.segment,
-            self.offset,
-            self.into,
-            self.next_seq,
-            int(self.gated),
-        )
-        body = struct.pack("<QQQQQQQ", *numbers)
+        body = struct.pack("<7Q", *astuple(self))
         return body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body))
 
 

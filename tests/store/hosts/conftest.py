@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from rollbook import store
 from rollbook.store import Store
-from rollbook.store.config import toml_lines
+from rollbook.store.config import toml_text
 from rollbook.store.events import Event, LabelAdded
 from rollbook.store.hosts.carrier import Carrier
 from rollbook.store.hosts.join import join
@@ -17,6 +18,9 @@ from rollbook.store.ids import new_id
 from rollbook.store.log.store import Store as LogStore
 from rollbook.store.marker import read_marker
 from rollbook.store.settings import MediumSettings, OwnMediumSettings
+
+if TYPE_CHECKING:
+    from tests.fakes.storage.s3_server import ObjectStorage
 
 
 class Hosts:
@@ -32,8 +36,8 @@ class Hosts:
         self._write_settings(folder / "a", settings)
 
     def _write_settings(self, folder: Path, settings: MediumSettings) -> None:
-        chosen = {k: v for k, v in settings.model_dump(mode="json").items() if v is not None}
-        (folder / "store.toml").write_text(toml_lines({"medium": chosen, **self.tables}))
+        chosen = settings.model_dump(mode="json", exclude_none=True)
+        (folder / "store.toml").write_text(toml_text({"medium": chosen, **self.tables}))
 
     def open(self, name: str, **changes: object) -> LogStore:
         """One process of a host; the host is made where it is not there yet."""
@@ -65,6 +69,14 @@ class Hosts:
 def hosts(tmp_path: Path, medium_settings: MediumSettings) -> Iterator[Hosts]:
     """Hosts over each medium."""
     made = Hosts(tmp_path, medium_settings)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def object_hosts(tmp_path: Path, storage: ObjectStorage) -> Iterator[Hosts]:
+    """Hosts over object storage, where their units go too; it acts up on request."""
+    made = Hosts(tmp_path, MediumSettings(url=f"s3://{storage.BUCKET}/team", endpoint=storage.endpoint))
     yield made
     made.close()
 

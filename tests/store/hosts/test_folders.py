@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +15,6 @@ if TYPE_CHECKING:
     from tests.fakes.storage.s3_server import ObjectStorage
 
 NAMED = "checkpoints/run/actor/v00000003"
-
-
-@pytest.fixture
-def bucket_hosts(tmp_path: Path, storage: ObjectStorage) -> Iterator[Hosts]:
-    """Hosts over object storage."""
-    made = Hosts(tmp_path, MediumSettings(url=f"s3://{storage.BUCKET}/team", endpoint=storage.endpoint))
-    yield made
-    made.close()
 
 
 def _write(folder: Path) -> dict[str, bytes]:
@@ -43,9 +34,9 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_folder_is_the_same_on_another_host(bucket_hosts: Hosts) -> None:
+def test_a_folder_is_the_same_on_another_host(object_hosts: Hosts) -> None:
     """Fetched when it is asked for; one that nobody shares is a path where nothing is."""
-    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    a, b = object_hosts.open("a"), object_hosts.open("b")
     files = _write(a.path / NAMED)
     a.share(NAMED)
     assert not (b.path / NAMED).exists()
@@ -55,9 +46,9 @@ def test_a_folder_is_the_same_on_another_host(bucket_hosts: Hosts) -> None:
     assert b.located(Path("/models/mine")) == Path("/models/mine")
 
 
-def test_one_that_was_changed_is_refused(bucket_hosts: Hosts, storage: ObjectStorage) -> None:
+def test_one_that_was_changed_is_refused(object_hosts: Hosts, storage: ObjectStorage) -> None:
     """By name, and nothing of it is here."""
-    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    a, b = object_hosts.open("a"), object_hosts.open("b")
     _write(a.path / NAMED)
     a.share(NAMED)
     key = f"team/{a.store_id}/{NAMED}/weights.bin"
@@ -68,9 +59,9 @@ def test_one_that_was_changed_is_refused(bucket_hosts: Hosts, storage: ObjectSto
     assert [p for p in (b.path / NAMED).parent.iterdir() if p.name.startswith(".")] == []
 
 
-def test_one_that_was_removed_is_not_there(bucket_hosts: Hosts) -> None:
+def test_one_that_was_removed_is_not_there(object_hosts: Hosts) -> None:
     """Who has it keeps it; nobody else gets it."""
-    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    a, b = object_hosts.open("a"), object_hosts.open("b")
     _write(a.path / NAMED)
     a.share(NAMED)
     a.carrier.unshare(NAMED)
@@ -78,9 +69,9 @@ def test_one_that_was_removed_is_not_there(bucket_hosts: Hosts) -> None:
     a.carrier.unshare(NAMED)  # again: nothing to do
 
 
-def test_what_is_cut_short_is_not_there(bucket_hosts: Hosts, storage: ObjectStorage) -> None:
+def test_what_is_cut_short_is_not_there(object_hosts: Hosts, storage: ObjectStorage) -> None:
     """The service fails in the middle of sharing: nobody fetches a part, and sharing again completes it."""
-    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    a, b = object_hosts.open("a"), object_hosts.open("b")
     files = _write(a.path / NAMED)
 
     def refuse(number: int) -> None:

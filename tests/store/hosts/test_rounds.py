@@ -21,11 +21,12 @@ import pytest
 
 from rollbook import store
 from rollbook.bench.cluster_machines import Machine, Network, namespaces, network
+from rollbook.bench.cluster_outcome import NATS, OBJECTS
 from rollbook.bench.cluster_rounds import rounds
-from rollbook.bench.cluster_stage import NATS, OBJECTS, Kind, Medium, environment, medium_of
+from rollbook.bench.cluster_stage import Kind, Medium, environment, medium_of
 from rollbook.bench.cluster_storage import CREDENTIALS
 from rollbook.bench.loop_stage import write_model
-from rollbook.store.config import toml_lines
+from rollbook.store.config import toml_text
 from rollbook.store.errors import LaneLockedError
 from rollbook.store.events import EventOrphaned
 from rollbook.store.hosts.carrier import Carrier
@@ -171,8 +172,8 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
             first = Carrier(log.path, log.store_id, settings)
             assert first.session.valid
             first.close()
-            chosen = {k: v for k, v in settings.model_dump(mode="json").items() if v is not None}
-            (log.path / "store.toml").write_text(toml_lines({"medium": chosen}).lstrip("\n"))
+            chosen = settings.model_dump(mode="json", exclude_none=True)
+            (log.path / "store.toml").write_text(toml_text({"medium": chosen}))
             join(tmp_path / "other", f"{settings.url}/{log.store_id}", settings)
             carrier = Carrier(tmp_path / "other", log.store_id, settings)
             carrier.catch_up()

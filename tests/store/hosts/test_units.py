@@ -4,7 +4,7 @@ all."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,14 +27,6 @@ if TYPE_CHECKING:
 
 Note = Callable[..., Event]
 SECRET = "the-secret-word-of-t1"
-
-
-@pytest.fixture
-def bucket_hosts(tmp_path: Path, storage: ObjectStorage) -> Iterator[Hosts]:
-    """Hosts over object storage, where their units go too."""
-    made = Hosts(tmp_path, MediumSettings(url=f"s3://{storage.BUCKET}/team", endpoint=storage.endpoint))
-    yield made
-    made.close()
 
 
 def _fill(log, note: Note) -> str:
@@ -60,10 +52,10 @@ def _everywhere(hosts: Hosts, storage: ObjectStorage) -> dict[str, bytes]:
 
 
 def test_units_are_read_where_they_are_and_a_late_host_needs_no_chunks(
-    bucket_hosts: Hosts, storage: ObjectStorage, note: Note
+    object_hosts: Hosts, storage: ObjectStorage, note: Note
 ) -> None:
     """Sealed and moved by their host; a host that comes when the chunks are gone has the same events."""
-    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    a, b = object_hosts.open("a"), object_hosts.open("b")
     lane = _fill(a, note)
     b.carrier.catch_up()
     Sealer(a).run_once(10)
@@ -75,7 +67,7 @@ def test_units_are_read_where_they_are_and_a_late_host_needs_no_chunks(
         writer.append([note("later")]).result(10)
     a.carrier.forget_chunks(lane, units[-1].last, at_once=True)
     assert a.carrier.medium.first(sequence) > 0
-    c = bucket_hosts.open("c")
+    c = object_hosts.open("c")
     b.carrier.catch_up()
     assert rows(c) == rows(b) == rows(a)
     assert [u.name for u in current_units(b.path, lane)] == [u.name for u in current_units(a.path, lane)]
@@ -83,26 +75,26 @@ def test_units_are_read_where_they_are_and_a_late_host_needs_no_chunks(
     assert [lane.fault for lane in verify_store(c)] == [None]
 
 
-def test_what_a_host_knows_of_units_stays(bucket_hosts: Hosts, note: Note) -> None:
+def test_what_a_host_knows_of_units_stays(object_hosts: Hosts, note: Note) -> None:
     """In its next process, and the one after that."""
-    bucket_hosts.tables = {"seal": {"keep_wal_bytes": 0}}
-    a = bucket_hosts.open("a")
+    object_hosts.tables = {"seal": {"keep_wal_bytes": 0}}
+    a = object_hosts.open("a")
     lane = _fill(a, note)
     Sealer(a).run_once(10)
     with a.writer("serve") as writer:
         writer.append([note("later")]).result(10)
         time.sleep(1.5)  # its units are told of once a second
     for _ in range(3):
-        b = bucket_hosts.open("b")
+        b = object_hosts.open("b")
         assert current_units(b.path, lane)
         assert rows(b) == rows(a)
         assert [found.fault for found in verify_store(b)] == [None]
         b.carrier.close()
 
 
-def test_a_host_that_was_away_for_longer_than_chunks_stay(bucket_hosts: Hosts, note: Note) -> None:
+def test_a_host_that_was_away_for_longer_than_chunks_stay(object_hosts: Hosts, note: Note) -> None:
     """It goes on behind the units, with nothing missing."""
-    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    a, b = object_hosts.open("a"), object_hosts.open("b")
     with a.writer("serve", AppendSettings(segment_bytes=2000)) as writer:
         for i in range(10):
             writer.append([note(f"{i}" * 100)]).result(10)
@@ -114,18 +106,18 @@ def test_a_host_that_was_away_for_longer_than_chunks_stay(bucket_hosts: Hosts, n
         lane = writer.lane
     Sealer(a).run_once(10)
     a.carrier.forget_chunks(lane, current_units(a.path, lane)[-1].last, at_once=True)
-    b = bucket_hosts.open("b")
+    b = object_hosts.open("b")
     assert rows(b) == rows(a)
     assert len(rows(b)) == 30
 
 
-def test_an_erasure_reaches_every_copy(bucket_hosts: Hosts, storage: ObjectStorage, note: Note) -> None:
+def test_an_erasure_reaches_every_copy(object_hosts: Hosts, storage: ObjectStorage, note: Note) -> None:
     """Ordered on a host that has only a replica: gone from the lane's host, from units, chunks and replicas;
     what is not the trajectory's stays, bit for bit."""
-    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    a, b = object_hosts.open("a"), object_hosts.open("b")
     lane = _fill(a, note)
     b.carrier.catch_up()
-    assert any(SECRET.encode() in data for data in _everywhere(bucket_hosts, storage).values())
+    assert any(SECRET.encode() in data for data in _everywhere(object_hosts, storage).values())
     report = erase_trajectory(b, "t1", "a leaked word")
     assert (report.units, report.elsewhere) == ((), (lane,))
     a.carrier.catch_up()
@@ -138,12 +130,12 @@ def test_an_erasure_reaches_every_copy(bucket_hosts: Hosts, storage: ObjectStora
         log.carrier.catch_up()
         labels = [e.record for e in log.events() if isinstance(e.record, LabelAdded)]
         assert {str(label.value) for label in labels if label.trajectory_id == "t1"} == {"{'erased': True}"}
-    c = bucket_hosts.open("c")
+    c = object_hosts.open("c")
     assert rows(a) == rows(b) == rows(c)
     texts = {str(e.record) for e in c.events()}
     assert not any(SECRET in text for text in texts)
     assert sum("open word" in text for text in texts) == 12
-    left = [name for name, data in _everywhere(bucket_hosts, storage).items() if SECRET.encode() in data]
+    left = [name for name, data in _everywhere(object_hosts, storage).items() if SECRET.encode() in data]
     assert left == []
     for log in (a, b, c):
         with rb.connect(log.path) as connection:
@@ -151,9 +143,9 @@ def test_an_erasure_reaches_every_copy(bucket_hosts: Hosts, storage: ObjectStora
         assert held == (15,), "its events are there, without their text, and the order to erase it"
 
 
-def test_retention_on_the_lane_s_host_is_everybody_s(bucket_hosts: Hosts, note: Note) -> None:
+def test_retention_on_the_lane_s_host_is_everybody_s(object_hosts: Hosts, note: Note) -> None:
     """What it drops is gone from the others' replicas too; on another host it is refused by name."""
-    a, b = bucket_hosts.open("a"), bucket_hosts.open("b")
+    a, b = object_hosts.open("a"), object_hosts.open("b")
     lane = _fill(a, note)
     Sealer(a).run_once(10)
     b.carrier.catch_up()
@@ -175,15 +167,15 @@ def test_retention_on_the_lane_s_host_is_everybody_s(bucket_hosts: Hosts, note: 
     assert not [n for n in segment_numbers(lane_folder(b.path, lane)) if first <= n <= last]
 
 
-def test_a_unit_that_was_replaced_since_its_owner_told_of_it(bucket_hosts: Hosts, note: Note) -> None:
+def test_a_unit_that_was_replaced_since_its_owner_told_of_it(object_hosts: Hosts, note: Note) -> None:
     """Several are merged, and removed; a host that comes then reads of the first, and has the new one."""
-    bucket_hosts.tables = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 1 << 20}}
-    a = bucket_hosts.open("a")
+    object_hosts.tables = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 1 << 20}}
+    a = object_hosts.open("a")
     for _ in range(3):
         lane = _fill(a, note)
         Sealer(a).run_once(10)
         time.sleep(1.5)  # units are told of by the lane's writer, once a second
-    b = bucket_hosts.open("b")
+    b = object_hosts.open("b")
     assert rows(b) == rows(a)
     merged = {unit.name for unit in current_units(a.path, lane) if unit.generation > 1}
     assert merged
@@ -191,24 +183,24 @@ def test_a_unit_that_was_replaced_since_its_owner_told_of_it(bucket_hosts: Hosts
     assert [found.fault for found in verify_store(b)] == [None]
 
 
-def test_units_that_others_know_of_stay_until_they_are_told(bucket_hosts: Hosts, note: Note) -> None:
+def test_units_that_others_know_of_stay_until_they_are_told(object_hosts: Hosts, note: Note) -> None:
     """Merged after the lane's writer has ended, who would tell: whoever reads the first ones still can, and
     they go once there is one again."""
-    bucket_hosts.tables = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 0}}
-    a = bucket_hosts.open("a")
+    object_hosts.tables = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 0}}
+    a = object_hosts.open("a")
     for _ in range(2):
         lane = _fill(a, note)
         Sealer(a).run_once(10)
         with a.writer("serve") as writer:
             writer.append([note("later")]).result(10)
             time.sleep(1.5)  # units are told of by the lane's writer, once a second
-    b = bucket_hosts.open("b")
+    b = object_hosts.open("b")
     known = {unit.name for unit in current_units(b.path, lane)}
     assert len(known) > 1
     merging = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 1 << 20}}
-    bucket_hosts.tables = merging
+    object_hosts.tables = merging
     a.carrier.close()
-    a = bucket_hosts.open("a")
+    a = object_hosts.open("a")
     for _ in range(2):
         Sealer(a).run_once(10)
     assert known.isdisjoint(unit.name for unit in current_units(a.path, lane))

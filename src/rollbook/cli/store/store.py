@@ -11,6 +11,9 @@ import typer
 from rollbook.cli.options import AsJson, AsOf, Policy, Run, RunOfStep, StoreOption
 from rollbook.cli.terminal import MIB, Console, print_json, say
 
+NewStore = Annotated[Path, typer.Option("--store", help="Folder to make; it must not exist yet.")]
+Endpoint = Annotated[str | None, typer.Option(help="URL of an S3-compatible service that is not AWS.")]
+
 store_app = typer.Typer(no_args_is_help=True, help="Look at a store's files, and look after them.")
 
 
@@ -112,11 +115,9 @@ def store_publish(
 
 @store_app.command("attach")
 def store_attach(
-    store: Annotated[Path, typer.Option("--store", help="Folder to make; it must not exist yet.")],
+    store: NewStore,
     remote: Annotated[str, typer.Option(help="s3://bucket/prefix/STORE-ID, as upload prints it.")],
-    endpoint: Annotated[
-        str | None, typer.Option(help="URL of an S3-compatible service that is not AWS.")
-    ] = None,
+    endpoint: Endpoint = None,
     json: AsJson = False,
 ) -> None:
     """Make a store that reads what another one moved to object storage."""
@@ -138,10 +139,8 @@ def store_join(
     url: Annotated[
         str, typer.Argument(help="Its medium and id: s3://bucket/prefix/STORE-ID, nats://host/STORE-ID.")
     ],
-    store: Annotated[Path, typer.Option("--store", help="Folder to make; it must not exist yet.")],
-    endpoint: Annotated[
-        str | None, typer.Option(help="URL of an S3-compatible service that is not AWS.")
-    ] = None,
+    store: NewStore,
+    endpoint: Endpoint = None,
     ack: Annotated[
         str, typer.Option(help="local: acknowledge what this disk has; medium: what the medium has, too.")
     ] = "local",
