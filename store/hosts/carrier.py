@@ -36,14 +36,23 @@ from rollbook.store.hosts.orphans import move_orphans
 from rollbook.store.hosts.replica import Replica, boot_id, session_of
 from rollbook.store.hosts.session import Session, Witness, seconds
 from rollbook.store.hosts.shipper import SETTLED, LaneShipper, Sender, is_ended, put_fence
-from rollbook.store.hosts.units import refresh_units
+from rollbook.store.hosts.units import Telling, take_units
 from rollbook.store.ids import now_us
 from rollbook.store.log.recovery import recovered_lane
 from rollbook.store.log.store import CHECKPOINTS
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.marker import MARKER
 from rollbook.store.medium.folders import SharedFolders
-from rollbook.store.medium.medium import AGREED, LANES, SESSIONS, STORE, Medium, lane_of, lane_sequence
+from rollbook.store.medium.medium import (
+    AGREED,
+    LANES,
+    SESSIONS,
+    STORE,
+    Medium,
+    lane_of,
+    lane_sequence,
+    units_sequence,
+)
 from rollbook.store.medium.open import opened_folders, opened_medium
 from rollbook.store.permissions import make_empty, make_folder, open_file, replace_small
 from rollbook.store.safe_paths import place_inside, read_small
@@ -103,6 +112,7 @@ class Carrier:
         self._store, self._store_id = store, store_id
         self.host = host_name(store)
         self.medium: Medium = opened_medium(settings, store_id)
+        self._telling = Telling(self.medium, store, self.host)
         self._session: Session | None = None
         self._witness: Witness | None = None
         self._gate = threading.RLock()
@@ -120,7 +130,8 @@ class Carrier:
 
     def _heard(self, sequence: str) -> None:
         follower = self._follower
-        if follower is not None and not sequence.startswith(f"{LANES}/{self.host}/"):
+        own = (f"{LANES}/{self.host}/", units_sequence(self.host))
+        if follower is not None and not sequence.startswith(own):
             follower.heard(sequence)
             self._woken.set()
 
@@ -207,6 +218,15 @@ class Carrier:
                 continue  # it has a process
             except (StoreError, OSError) as error:
                 logger.warning("what is left in lane %s is not shipped: %s", lane, error)
+
+    def tell_units(self) -> None:
+        """Tell other hosts which units of this host's lanes are in object storage. The caller alone changes
+        sealed units.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        self._telling.tell()
 
     def forget_chunks(self, lane: str, segment: int, *, at_once: bool) -> bool:
         """Remove a lane's chunks up to a segment that is in object storage, or those that are old enough;
@@ -426,7 +446,7 @@ class Carrier:
 
     def _follow(self) -> None:
         follower = Follower(
-            self.medium, self._store, self._store_id, self.host, self.settings.follow, self._refresh_units
+            self.medium, self._store, self._store_id, self.host, self.settings.follow, self._take_units
         )
         self._follower = follower
         try:
@@ -481,8 +501,8 @@ class Carrier:
         with contextlib.suppress(OSError):  # a full disk: the others wait
             replace_small(self._store / "claims" / AS_OF, orjson.dumps(values))
 
-    def _refresh_units(self, replica: Replica) -> None:
-        refresh_units(self._store, self._store_id, replica)
+    def _take_units(self, replica: Replica, told: list[str]) -> None:
+        take_units(self._store, self._store_id, replica, told)
 
     def close(self) -> None:
         """Stop following, and end the session. Safe to call twice."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from rollbook.store.errors import CorruptionError, StoreError
 from rollbook.store.hosts.replica import Replica, opened_replica
 from rollbook.store.hosts.session import seconds
+from rollbook.store.hosts.units import Listening
 from rollbook.store.medium.medium import LANES, Medium, lane_of
 from rollbook.store.permissions import make_empty, open_file
 from rollbook.store.wal.files import FENCED, REPLICA, REPLICAS, lane_folder, read_replicas, replicas_bytes
@@ -28,8 +29,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE = 0.03, 1.0, 10.0
 """Between two looks at a lane: this share of how long nothing came."""
 GAP_LOOK_S = 30.0
 """Between two looks whether the chunk to come was removed, as units in object storage hold the same."""
-UNITS_S = 5.0
-"""Between two looks for a lane's units, where they are not known."""
 DISCOVER_S = 1.0
 """Between two looks for lanes."""
 
@@ -47,8 +46,6 @@ class _Lane:
     """When somebody was last heard to put something."""
     empty_at: float = 0.0
     """When the look began that found nothing new."""
-    units_due: float = 0.0
-    """When its units are asked for, if they are not known."""
     window: int = 1
     looked: float = 0.0
     """When it was last looked whether the chunk to come was removed."""
@@ -61,8 +58,8 @@ class Follower:
 
     Args:
         follow: patterns of names of lanes.
-        refresh_units: called with a replica whose sealed units have changed in object storage, or are
-        unknown.
+        take_units: called with a replica, and the names of its sealed units in object storage, where they
+            have changed.
     """
 
     def __init__(
@@ -72,10 +69,11 @@ class Follower:
         store_id: str,
         host: str,
         follow: Sequence[str],
-        refresh_units: Callable[[Replica], None],
+        take_units: Callable[[Replica, list[str]], None],
     ) -> None:
         self._medium, self._store, self._store_id, self._host = medium, store, store_id, host
-        self._follow, self._refresh_units = follow, refresh_units
+        self._follow, self._take_units = follow, take_units
+        self._listening = Listening(medium)
         self._lanes: dict[str, _Lane] = {}
         self._visible: dict[str, int] = {}
         self._earlier = _readable_before(store)
@@ -94,10 +92,14 @@ class Follower:
     def as_of(self) -> float:
         """All that was in the medium at this time (`session.seconds`) is here."""
         looks = [lane.empty_at for lane in self._lanes.values() if not lane.replica.fenced]
-        return min([self._discovered_at, *looks])
+        return min([self._discovered_at, self._listening.as_of, *looks])
 
     def heard(self, sequence: str) -> None:
-        """Look at a lane at once: something was put there. Any thread may call it."""
+        """Look at a lane, or at what a host tells of its units, at once: something was put there. Any thread
+        may call it."""
+        if not sequence.startswith(f"{LANES}/"):
+            self._listening.hurry()
+            return
         _, lane = lane_of(sequence)
         known = self._lanes.get(lane)
         if known is not None:
@@ -108,6 +110,7 @@ class Follower:
     def hurry(self) -> None:
         """Look at every lane, and for lanes, in the next step."""
         self._discover_due, self._hurried = 0.0, True
+        self._listening.hurry()
         for lane in self._lanes.values():
             lane.due = 0.0
 
@@ -135,28 +138,28 @@ class Follower:
         if grown or self._stale:
             self._show()
             for lane in grown:
-                self._learn_units(lane)
                 lane.replica.save()
             self._note_ends()
-        for lane in self._lanes.values():
-            before = lane.replica.units
-            if lane.units_due <= now and before != []:
-                self._learn_units(lane)
-                if lane.replica.units != before:
-                    lane.replica.save()
+        if self._listening.due() <= now:
+            self._listening.look({lane.replica.host for lane in self._lanes.values()})
+            self._learn_units()
         dues = [lane.due for lane in self._lanes.values() if not lane.replica.fenced]
-        return max(min([self._discover_due, *dues]) - seconds(), 0.0)
+        return max(min([self._discover_due, self._listening.due(), *dues]) - seconds(), 0.0)
 
-    def _learn_units(self, lane: _Lane) -> None:
-        """Have the manifests of units that a lane's owner told of; later, if object storage does not answer.
-        Its events are in the medium, too."""
-        lane.units_due = seconds() + UNITS_S
-        if lane.replica.units == []:
-            return
-        try:
-            self._refresh_units(lane.replica)
-        except StoreError as error:
-            logger.warning("the sealed units of lane %s are looked for again: %s", lane.replica.lane, error)
+    def _learn_units(self) -> None:
+        """Have the manifests of all units that their owners have told of; later, if object storage does not
+        answer. Their events are in the medium, too."""
+        for lane in self._lanes.values():
+            replica = lane.replica
+            told = self._listening.of(replica.host, replica.lane)
+            if told == replica.units:
+                continue
+            try:
+                self._take_units(replica, told)
+            except StoreError as error:
+                logger.warning("the sealed units of lane %s are looked for again: %s", replica.lane, error)
+            replica.save()
+            self._stale = True  # events may have come with them
 
     def _note_ends(self) -> None:
         """Let others of this host know which lanes have ended, and are all here."""
@@ -235,17 +238,24 @@ class Follower:
             logger.warning("%s", error)
         lane.failure = error if lane.looked else None
         lane.looked, lane.due = seconds(), seconds() + (LONGEST_PAUSE_S if lane.failure else 0.0)
-        lane.replica.units = None
-        self._learn_units(lane)
+        self._learn_again(lane.replica)
 
     def _pass_over_gap(self, replica: Replica) -> None:
         """Go on behind sealed units where the chunks that hold the same are not in the medium any more."""
         oldest = self._medium.first(replica.sequence)
         if oldest is None or oldest <= replica.number:
             return
-        replica.units = None
-        self._refresh_units(replica)
+        self._learn_again(replica)
         replica.number = oldest
+
+    def _learn_again(self, replica: Replica) -> None:
+        """Have a replica's units as its owner has told of them by now.
+
+        Raises:
+            StoreError: the medium, or object storage, does not answer.
+        """
+        self._listening.look_whole(replica.host)
+        self._take_units(replica, self._listening.of(replica.host, replica.lane))
 
     # Letting readers see ------------------------------------------------------------------------
 

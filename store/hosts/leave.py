@@ -74,7 +74,7 @@ def _settle(store: Path, replicas: list[str]) -> None:
     for lane in replicas:
         write_watermark(lane_folder(store, lane), read_watermark(lane_folder(store, lane)))  # durably
     for folder in (store / "lanes").iterdir():
-        for name in (REPLICA, FOLLOWED, SHIPPED, FENCED, TOLD):
+        for name in (REPLICA, FOLLOWED, SHIPPED, FENCED):
             (folder / name).unlink(missing_ok=True)
     settings, values = read_settings(store), _values(store / "store.toml")
     values.pop("medium", None)
@@ -82,7 +82,7 @@ def _settle(store: Path, replicas: list[str]) -> None:
         remote = {"uri": settings.remote.uri, "endpoint": settings.remote.endpoint}
         values["remote"] = {key: value for key, value in remote.items() if value is not None}
     replace_small(store / "store.toml", toml_text(values).encode())
-    for name in (REPLICAS, SHARED, HOST):
+    for name in (REPLICAS, SHARED, TOLD, HOST):
         (store / name).unlink(missing_ok=True)
     fsync_folder(store)
 

@@ -77,9 +77,8 @@ class Replica:
     epoch: int = 0
     session: str = ""
     fenced: bool = False
-    units: list[str] | None = None
-    """Names of the units in object storage that its owner has told of last; None: not known, empty: nothing
-    new."""
+    units: list[str] = field(default_factory=list)
+    """The units in object storage whose manifests are here, as its owner told of them."""
     visible: int = 0
     pending: deque[Pending] = field(default_factory=deque)
     boundaries: deque[tuple[int, int, int]] = field(default_factory=deque)
@@ -113,10 +112,7 @@ class Replica:
         for part in chunk.parts:
             self._write(part, place)
         self.number, self.epoch, self.session = chunk.number + 1, chunk.epoch, chunk.session
-        if chunk.units is not None:
-            self.units = list(chunk.units)
-        if chunk.kind == "fence":
-            self.fenced, self.units = True, None  # its owner could not tell of its last ones
+        self.fenced |= chunk.kind == "fence"
         if chunk.cut or chunk.next_seq > (self.pending[-1].end if self.pending else self.visible):
             self.pending.append(Pending(chunk.next_seq, dict(chunk.cut)))
         return chunk
@@ -238,6 +234,7 @@ def opened_replica(store: Path, store_id: str, host: str, lane: str) -> Replica:
     if values is not None and values["boot"] == boot_id() and values["host"] == host:
         for name in _PLAIN:
             setattr(replica, name, values[name])
+        replica.units = replica.units or []  # null: an earlier release did not know them
         replica.chain = bytes.fromhex(values["chain"])
         replica.pending = deque(Pending(end, needs) for end, needs in values["pending"])
         _find_boundaries(replica)

@@ -21,12 +21,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import orjson
-
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError, FencedError, StoreError
 from rollbook.store.hosts.session import Session
-from rollbook.store.hosts.units import units_elsewhere
 from rollbook.store.ids import now_us
 from rollbook.store.medium.chunk import Chunk, Part, encode_chunk
 from rollbook.store.medium.medium import Medium, lane_of, lane_sequence, newest_chunk, read_chunk
@@ -36,7 +33,6 @@ from rollbook.store.sealed.unit import unsealed_start
 from rollbook.store.wal.files import (
     FENCED,
     SHIPPED,
-    TOLD,
     Shipped,
     Watermark,
     closed_head,
@@ -54,8 +50,8 @@ LEASE_LOOK_S = 0.05
 """Between two looks at a lease that is to be renewed before anything is acknowledged."""
 SETTLED = b"settled\n"
 """The content of the file FENCED once it is known where the lane ends."""
-UNITS_S = 1.0
-"""Between two looks for units that have moved to object storage."""
+IDLE_LOOK_S = 1.0
+"""Between two looks whether the lease was ended, while there is nothing to ship."""
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +95,8 @@ class LaneShipper:
         self._fd = open_file(self._folder / SHIPPED, os.O_RDWR | os.O_CREAT)
         self._move(self._at)
         self._cut: Cut = {}
-        self._units: list[str] = []
         self._unanswered: tuple[Chunk, bytes, Shipped] | None = None
-        self._units_due = self._due = 0.0
+        self._due = 0.0
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, Future[int], int]] = deque()
         self._durable = self._at.next_seq
@@ -170,23 +165,23 @@ class LaneShipper:
 
     def _wait(self, retry: float) -> bool:
         """Wait until there is something to do: to ship what is durable, at once where somebody waits for it;
-        to look whether the lease is valid again; to tell of units. Whether to go on.
+        to look whether the lease is valid, or was ended. Whether to go on.
 
         Args:
             retry: how long to wait in any case, as the medium did not answer.
         """
-        not_before = time.monotonic() + retry
+        begun = time.monotonic()
         with self._changed:
             while True:
                 now, behind = time.monotonic(), self._at.next_seq < self._durable
                 if self._closing and not behind:
                     return False
-                due = min(self._due if behind else self._units_due, self._units_due)
+                due = min(self._due, begun + IDLE_LOOK_S) if behind else begun + IDLE_LOOK_S
                 if self._closing or (self._waiting and self._sender.gated and behind):
                     due = now
                 elif self._waiting:
                     due = min(due, now + LEASE_LOOK_S)
-                due = max(due, not_before)
+                due = max(due, begun + retry)
                 if now >= due or (
                     self._waiting and not self._sender.gated and self._sender.session.valid and not retry
                 ):
@@ -239,11 +234,10 @@ class LaneShipper:
         # What is readable here at one instant is closed; what only this lane has behind it is so too, as long
         # as nobody can have read it.
         target = self._durable if self._sender.gated else head.get(self.lane, 0)
-        units = self._changed_units()
         cut = {
             lane: count for lane, count in head.items() if lane != self.lane and self._cut.get(lane) != count
         }
-        while self._at.next_seq < target or units is not None:
+        while self._at.next_seq < target:
             parts, end = read_parts(self._folder, self._at, target, self._sender.medium.most_bytes)
             last = end.next_seq >= target
             chunk = Chunk(
@@ -256,10 +250,8 @@ class LaneShipper:
                 next_seq=end.next_seq,
                 cut=cut if last else {},
                 parts=parts,
-                units=units,
                 sent_us=now_us(),
             )
-            units = None
             # The same bytes until there is an answer: a chunk that was put without one is recognized.
             self._unanswered = chunk, encode_chunk(chunk), end
             sent += self._put()
@@ -280,20 +272,8 @@ class LaneShipper:
             raise _fence_error(chunk if other is None else other)
         self._unanswered = None
         self._cut = {**self._cut, **chunk.cut}
-        if chunk.units is not None:
-            self._units = list(chunk.units)
-            replace_small(self._folder / TOLD, orjson.dumps(self._units))
         self._move(end)
         return sum(len(part.data) for part in chunk.parts)
-
-    def _changed_units(self) -> list[str] | None:
-        """The names of units in object storage, if they are other ones than the medium has heard of."""
-        now = time.monotonic()
-        if now < self._units_due:
-            return None
-        self._units_due = now + UNITS_S
-        units = units_elsewhere(self._sender.store, self.lane)
-        return None if units == self._units else units
 
     def _move(self, at: Shipped) -> None:
         os.pwrite(self._fd, at.pack(), 0)
@@ -426,7 +406,7 @@ def _behind(medium: Medium, sequence: str, newest: int, folder: Path) -> Shipped
             segment, offset = chunk.end
             whole = _last_boundary(segment_path(folder, segment), offset)
             return Shipped(newest + 1, epoch, segment, whole, offset - whole, next_seq, False)
-        number -= 1  # it only told of units
+        number -= 1  # an earlier release put some that only told of units
     segment, offset = _place_of(folder, next_seq)
     return Shipped(newest + 1, epoch, segment, offset, 0, next_seq, False)
 

@@ -1,18 +1,24 @@
-"""Sealed units of other hosts' lanes: their manifests are copied, their files stay in object storage."""
+"""Sealed units of other hosts' lanes: their owners tell of them, their manifests are copied, and their files
+stay in object storage."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import orjson
 from pyarrow import fs
 
 from rollbook.store.hosts.replica import Replica
-from rollbook.store.permissions import make_folder
+from rollbook.store.hosts.session import seconds
+from rollbook.store.medium.medium import Medium, units_sequence
+from rollbook.store.medium.register import Register
+from rollbook.store.permissions import make_folder, replace_small
 from rollbook.store.sealed.remote import explained, read_remote_unit, remote_folder, remote_place
 from rollbook.store.sealed.unit import (
-    MANIFEST,
     UNIT_NAME,
     Unit,
     choose,
@@ -23,10 +29,48 @@ from rollbook.store.sealed.unit import (
     write_manifest,
 )
 from rollbook.store.settings import read_settings
-from rollbook.store.wal.files import lane_folder, read_watermark, segment_numbers, segment_path
+from rollbook.store.wal.files import (
+    TOLD,
+    folders_of_lanes,
+    is_replica,
+    lane_folder,
+    read_told,
+    read_watermark,
+    segment_numbers,
+    segment_path,
+)
 
+UNITS_S = 5.0
+"""Between two looks whether hosts tell of other units."""
+WHOLE_S = 30.0
+"""Between two looks at a host's newest entry, whichever number it has."""
 _DROPPED = "!"
 """Behind the name of a unit whose files retention has removed."""
+
+
+class Telling:
+    """Tells other hosts which units of this host's lanes are in object storage, by a register of the host.
+
+    A lane's own chunks could not: units change when nobody writes the lane any more, and once it has ended.
+    """
+
+    def __init__(self, medium: Medium, store: Path, host: str) -> None:
+        self._register = Register(medium, units_sequence(host))
+        self._store = store
+
+    def tell(self) -> None:
+        """Tell of what has changed since they were told last. The caller alone changes sealed units.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        units = {lane: units_elsewhere(self._store, lane) for lane in folders_of_lanes(self._store)}
+        now = {lane: names for lane, names in units.items() if names and not is_replica(self._store, lane)}
+        if now == read_told(self._store):
+            return
+        while not self._register.replace(now):
+            self._register.read()
+        replace_small(self._store / TOLD, orjson.dumps(now))
 
 
 def units_elsewhere(store: Path, lane: str) -> list[str]:
@@ -37,49 +81,103 @@ def units_elsewhere(store: Path, lane: str) -> list[str]:
     return [unit.name + (_DROPPED if unit.dropped_us is not None else "") for unit in known]
 
 
-def refresh_units(store: Path, store_id: str, replica: Replica) -> None:
-    """Have the manifests of a replica's units as its owner last said they are, and remove what they replace.
+@dataclass(slots=True)
+class _Told:
+    """What one host has told of, and when that was looked at."""
 
-    Where the owner has not said it, they are looked for in object storage.
+    register: Register
+    lanes: dict[str, list[str]] = field(default_factory=dict)
+    looked: float = 0.0
+    whole: float = 0.0
+    """When it was last looked whether there is a newer entry than the next one."""
+
+
+@dataclass(slots=True)
+class Listening:
+    """What other hosts have told of their units. One thread uses it, but for `hurry`."""
+
+    medium: Medium
+    _hosts: dict[str, _Told] = field(default_factory=dict)
+    _hurried: bool = True
+
+    def hurry(self) -> None:
+        """Look at once. Any thread may call it."""
+        self._hurried = True
+
+    def due(self) -> float:
+        """When it is to be looked next (`session.seconds`)."""
+        return 0.0 if self._hurried else self.as_of + UNITS_S
+
+    @property
+    def as_of(self) -> float:
+        """All that was told at this time is known here."""
+        return min((told.looked for told in self._hosts.values()), default=seconds())
+
+    def of(self, host: str, lane: str) -> list[str]:
+        """The units of a lane that its host told of last."""
+        known = self._hosts.get(host)
+        return [] if known is None else known.lanes.get(lane, [])
+
+    def look(self, hosts: Iterable[str]) -> None:
+        """See what is new of these hosts.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        self._hurried, begun = False, seconds()
+        known = {host: self._hosts.get(host) for host in hosts}
+        for host, told in known.items():
+            if told is None or begun - told.whole > WHOLE_S:
+                self.look_whole(host)
+        later = [told for told in known.values() if told is not None and told.looked < begun]
+        wanted = [(told.register.sequence, told.register.number + 1, 1) for told in later]
+        for told, entries in zip(later, self.medium.read_each(wanted, newest=True), strict=True):
+            if entries:
+                told.lanes = told.register.read() or {}
+            told.looked = begun
+
+    def look_whole(self, host: str) -> None:
+        """See what is new of a host, also where entries that were not seen are gone.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        begun = seconds()
+        told = self._hosts.setdefault(host, _Told(Register(self.medium, units_sequence(host))))
+        told.lanes = told.register.read() or {}
+        told.looked = told.whole = begun
+
+
+def take_units(store: Path, store_id: str, replica: Replica, told: list[str]) -> None:
+    """Have the manifests of a replica's units as its owner told of them, and remove what they replace.
 
     Raises:
-        RemoteError: object storage does not answer.
+        RemoteError: object storage does not answer, or has them no more: they were replaced meanwhile.
     """
-    if replica.units == []:
-        return  # nothing new: what is here stays
     settings, lane = read_settings(store), replica.lane
-    if settings.remote.uri is None:
-        return  # asked for again once it is known where they are
+    if not told or settings.remote.uri is None:
+        return
     base = f"{remote_folder(settings.remote.uri, store_id)}/sealed/{lane}"
     with explained(base, settings.remote):
         system, path = remote_place(base, settings.remote)
-        wanted = _listed(system, path) if replica.units is None else replica.units
-        try:
-            _copy_manifests(store, lane, base, system, path, wanted)
-        except FileNotFoundError:  # it was replaced since its owner told of it
-            _copy_manifests(store, lane, base, system, path, _listed(system, path))
-    told, replica.units = replica.units, []
-    # What an older chunk does not name may be newer: only what another unit replaces goes.
+        _copy_manifests(store, lane, base, system, path, told)
     here = _manifests(store, lane)
     for name in here.keys() - {unit.name for unit in choose(here.values())}:
         shutil.rmtree(store / "sealed" / lane / name, ignore_errors=True)
-    if here:
-        replica.skip_to(unsealed_start(store, lane))
-        if not _remove_sealed_segments(store, lane, settings.seal.keep_wal_bytes):
-            replica.units = told  # once more when readers are
-        for unit in current_units(store, lane):
-            if (unit.erased or unit.dropped_us is not None) and not _remove_segments(store, unit):
-                replica.units = told  # the newest segment is still read: once more when there is another
+    replica.skip_to(unsealed_start(store, lane))
+    # Where a segment is still read, all of this is done again.
+    done = _remove_sealed_segments(store, lane, settings.seal.keep_wal_bytes)
+    for unit in current_units(store, lane):
+        if unit.erased or unit.dropped_us is not None:
+            done &= _remove_segments(store, unit)
+    if done:
+        replica.units = told
 
 
 def _copy_manifests(
     store: Path, lane: str, base: str, system: fs.FileSystem, path: str, wanted: list[str]
 ) -> None:
-    """Have the manifests of these units here.
-
-    Raises:
-        FileNotFoundError: one is not there.
-    """
+    """Have the manifests of these units here."""
     known = _manifests(store, lane)
     for entry in wanted:
         name = entry.removesuffix(_DROPPED)
@@ -88,13 +186,6 @@ def _copy_manifests(
         unit = read_remote_unit(system, f"{path}/{name}", f"{base}/{name}")
         make_folder(unit_folder(store, unit))
         write_manifest(unit_folder(store, unit), unit)
-
-
-def _listed(system: fs.FileSystem, path: str) -> list[str]:
-    """The units in object storage that have a manifest; whether they were dropped the manifest says."""
-    selector = fs.FileSelector(path, recursive=True, allow_not_found=True)
-    files = [Path(info.path) for info in system.get_file_info(selector) if info.is_file]
-    return sorted({file.parent.name for file in files if file.name == MANIFEST})
 
 
 def _manifests(store: Path, lane: str) -> dict[str, Unit]:

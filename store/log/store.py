@@ -80,6 +80,9 @@ class Carrier(Protocol):
     def unshare(self, named: str) -> None:
         """Let other hosts not have a folder any more."""
 
+    def tell_units(self) -> None:
+        """Let other hosts know which units of this host's lanes are in object storage."""
+
     def forget_chunks(self, lane: str, segment: int, *, at_once: bool) -> bool:
         """Let what is in object storage go from what carries the lane; whether none of it is left there."""
 

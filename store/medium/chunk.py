@@ -50,7 +50,6 @@ class Chunk:
         cut: lane -> its events at the sender, where they grew since the entry before; together with that
             one's and this lane's `next_seq` a closed cut.
         parts: the bytes.
-        units: names of the lane's sealed units that are in object storage, where they changed.
         sent_us: the sender's clock, for people and measurements only.
     """
 
@@ -64,7 +63,6 @@ class Chunk:
     kind: Kind = "data"
     cut: Cut = field(default_factory=dict)
     parts: Sequence[Part] = ()
-    units: Sequence[str] | None = None
     sent_us: int = 0
 
     @property
@@ -87,7 +85,7 @@ def encode_chunk(chunk: Chunk) -> bytes:
     return entry + xxhash.xxh3_128_digest(entry)
 
 
-_PLAIN = ("store", "lane", "host", "number", "epoch", "session", "next_seq", "kind", "units", "sent_us")
+_PLAIN = ("store", "lane", "host", "number", "epoch", "session", "next_seq", "kind", "sent_us")
 
 
 def decode_chunk(entry: bytes, place: str) -> Chunk:

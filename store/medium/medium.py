@@ -15,7 +15,7 @@ from rollbook.store.cut import LANE_NAME
 from rollbook.store.errors import MediumError
 from rollbook.store.medium.chunk import Chunk, decode_chunk
 
-LANES, SESSIONS, CLAIMS = "lanes", "sessions", "claims"
+LANES, UNITS, SESSIONS, CLAIMS = "lanes", "units", "sessions", "claims"
 """The first part of a sequence's name says what its entries are."""
 AGREED = "agreed"
 """The first part of sequences of one entry, in which hosts find what all of them must have."""
@@ -93,8 +93,8 @@ class Medium(Protocol):
         """
 
     def listen(self, heard: Callable[[str], None]) -> None:
-        """Have a function called, in any thread, with each lane's sequence that was put to; a medium that
-        tells nobody calls it never."""
+        """Have a function called, in any thread, with each sequence of lanes and units that was put to; a
+        medium that tells nobody calls it never."""
 
     def close(self) -> None:
         """End connections. Safe to call twice."""
@@ -117,6 +117,11 @@ def lane_of(sequence: str) -> tuple[str, str]:
             f"{sequence!r} in the medium is no lane's: remove what is not Rollbook's from there"
         )
     return parts[1], parts[2]
+
+
+def units_sequence(host: str) -> str:
+    """The sequence of what a host tells of its lanes' sealed units."""
+    return f"{UNITS}/{host}"
 
 
 def session_sequence(session: str) -> str:

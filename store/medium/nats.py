@@ -22,7 +22,7 @@ from nats.js.errors import APIError, NotFoundError
 
 from rollbook.store.errors import MediumError
 from rollbook.store.medium.loop_thread import LoopThread
-from rollbook.store.medium.medium import LANES, Wanted
+from rollbook.store.medium.medium import LANES, UNITS, Wanted
 
 NUMBER = "Rollbook-Number"
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
@@ -256,7 +256,8 @@ class NatsMedium:
         async def told(message: Any) -> None:
             self._heard(self._sequence_of(message.subject))
 
-        await self._nc.subscribe(f"{self._prefix}.{LANES}.>", cb=told)
+        for kind in (LANES, UNITS):
+            await self._nc.subscribe(f"{self._prefix}.{kind}.>", cb=told)
 
     def close(self) -> None:
         """See `Medium`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -25,6 +26,7 @@ from rollbook.store.errors import CorruptionError, FormatError
 from rollbook.store.marker import FORMAT_VERSION
 from rollbook.store.permissions import make_empty
 from rollbook.store.safe_paths import fsync_folder, read_small
+from rollbook.store.wal.files import is_replica
 from rollbook.store.wal.frame import EMPTY_CHAIN
 from rollbook.store.wal.segment import Start
 
@@ -35,6 +37,8 @@ MANIFEST_BYTES = 32 << 20
 UNIT_NAME = re.compile(r"\d{8}-\d{8}\.\d+")
 MOST = 1 << 48
 """Upper limit of counts of events and bytes in a manifest, far above real ones."""
+HEARD_S = 15.0
+"""Within this time a host that is not cut off hears which units of others were replaced."""
 _CHAIN = re.compile(r"[0-9a-f]{32}")
 _T = TypeVar("_T")
 
@@ -281,18 +285,23 @@ def while_replaced(store: Path, lane: str, read: Callable[[list[Unit]], _T]) -> 
     """Call `read` with the lane's current units, and again if it fails and the units have changed
     meanwhile.
 
-    For readers of a unit's files without a lease: the sealer may remove a unit that another one
-    replaced.
+    For readers of a unit's files without a lease: the sealer may remove a unit that another one replaced. Of
+    another host's lane that is heard of a little later than it is done.
 
     Raises:
         CorruptionError: `read` raised it, and the units are the same as before.
     """
+    until = time.monotonic() + HEARD_S
     while True:
         units = current_units(store, lane)
         try:
             return read(units)
         except CorruptionError:
-            if current_units(store, lane) == units:
+            while (same := current_units(store, lane) == units) and is_replica(store, lane):
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.1)
+            if same:
                 raise
 
 

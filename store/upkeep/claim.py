@@ -9,11 +9,12 @@ removal leaves files that nobody reads, and the next run removes them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rollbook.store.errors import UpkeepError
+from rollbook.store.errors import MediumError, UpkeepError
 from rollbook.store.log.store import Store
 from rollbook.store.safe_paths import fsync_folder
 from rollbook.store.sealed.leases import removing
@@ -35,6 +36,8 @@ CLAIM = "sealing"
 PATIENCE_S = 60.0
 """How long to wait for the sealer to end its pass."""
 
+logger = logging.getLogger(__name__)
+
 
 @contextlib.contextmanager
 def claim_upkeep(log: Store) -> Iterator[None]:
@@ -52,6 +55,16 @@ def claim_upkeep(log: Store) -> Iterator[None]:
         )
     with log.claim(CLAIM, "try again when it is done", PATIENCE_S, of_host=True):
         yield
+        tell_others(log)
+
+
+def tell_others(log: Store) -> None:
+    """Tell other hosts which units are in object storage now. The caller alone changes sealed units."""
+    if log.carrier is not None:
+        try:
+            log.carrier.tell_units()
+        except MediumError as error:
+            logger.warning("other hosts are told of sealed units by the sealer's next pass: %s", error)
 
 
 UPKEEP_LANE = "upkeep"

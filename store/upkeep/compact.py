@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +42,12 @@ from rollbook.store.sealed.unit import (
     lane_units_folder,
 )
 from rollbook.store.settings import SealSettings, read_settings
-from rollbook.store.wal.files import lane_folder, read_told
+from rollbook.store.wal.files import HOST, read_told
 
 FEWEST = 4
 """Fewest neighbours that are merged although more may follow."""
+READ_S = 600.0
+"""So long other hosts' readers may take for what they have begun to read."""
 GONE = ".gone"
 """End of the hidden name that a folder has while it is removed."""
 
@@ -108,13 +110,17 @@ def _only_remote_copy(unit: Unit, current: Sequence[Unit]) -> bool:
     )
 
 
-def _is_erased(unit: Unit, current: Sequence[Unit]) -> bool:
-    """Whether what replaces the unit lacks what was erased."""
-    return any(
-        len(other.erased) > len(unit.erased)
-        for other in current
-        if other.first <= unit.last and unit.first <= other.last
-    )
+def _is_read_elsewhere(unit: Unit, current: Sequence[Unit], told: Collection[str]) -> bool:
+    """Whether other hosts may read a replaced unit's files.
+
+    Args:
+        told: the lane's units that other hosts know of.
+    """
+    replacing = [other for other in current if other.first <= unit.last and unit.first <= other.last]
+    if unit.remote is None or unit.name in told:
+        return unit.remote is not None
+    erased = any(len(other.erased) > len(unit.erased) for other in replacing)
+    return not erased and now_us() - max(other.sealed_us for other in replacing) < READ_S * 1e6
 
 
 def _size(unit: Unit, uploads: bool) -> int | None:
@@ -154,21 +160,22 @@ def remove_superseded(store: Path, lane: str) -> list[str]:
     """Remove replaced units and the files derived from them; their names.
 
     Units that a reader has leased stay until a later call, and so do those in object storage until their
-    replacement is there too, and other hosts were told of that (they are not waited for where something was
-    erased). The caller is the only one that changes the store's sealed units.
+    replacement is there too; those that other hosts may read, until these were told of the replacement, and,
+    where nothing was erased, for `READ_S` after it was made. The caller is the only one that changes the
+    store's sealed units.
 
     Raises:
         StoreError: readers have kept the lock of the leases for too long.
     """
     every = all_units(store, lane)
     current = choose(every)
-    told = read_told(lane_folder(store, lane))
+    told = set(read_told(store).get(lane, ())) if (store / HOST).exists() else None
     old = [
         unit.name
         for unit in every
         if unit not in current
         and not _only_remote_copy(unit, current)
-        and not (unit.remote is not None and unit.name in told and not _is_erased(unit, current))
+        and not (told is not None and _is_read_elsewhere(unit, current, told))
     ]
     derived = store / "derived" / lane
     known = {unit.name for unit in every}

@@ -38,8 +38,15 @@ from rollbook.store.sealed.parquet import TABLE_SCHEMA, same_bits, unit_table
 from rollbook.store.sealed.seal import seal_closed, write_unit
 from rollbook.store.sealed.unit import Erasure, Unit, all_units, current_units
 from rollbook.store.tables.following import follow_or_warn
-from rollbook.store.upkeep.claim import UPKEEP_LANE, claim_upkeep, remove_replaced, remove_wal
+from rollbook.store.upkeep.claim import (
+    UPKEEP_LANE,
+    claim_upkeep,
+    remove_replaced,
+    remove_wal,
+    tell_others,
+)
 from rollbook.store.upkeep.find import LoggedTrajectory, find_trajectory, units_with, unsealed_lanes
+from rollbook.store.upkeep.upload import upload_lane
 from rollbook.store.wal.files import lane_folder, read_watermark, segment_path
 from rollbook.store.wal.frame import ALIGN, first_seq_of
 
@@ -123,7 +130,12 @@ def erase_own(log: Store, target: LoggedTrajectory, *, keep_tokens: bool) -> Era
     # All units are read before the first is rewritten, so that damage is found before anything changes.
     rows = [_rows_of(unit_table(log.path, unit), target.trajectory_id, keep_tokens) for unit in units]
     rewritten = [_rewrite(log, unit, target.trajectory_id, keep_tokens) for unit in units]
-    follow_or_warn(log)  # before the files go that it names
+    # Before the files go that others know of:
+    if log.carrier is not None:
+        for lane in {unit.lane for unit in rewritten if unit is not None}:
+            upload_lane(log, lane)
+        tell_others(log)
+    follow_or_warn(log)
     _remove_what_was_replaced(log)
     others = {unit.lane for unit in there} | unsealed.keys()
     return EraseReport(

@@ -57,7 +57,7 @@ SHIPPED, REPLICA, FENCED, REPLICAS = "SHIPPED", "REPLICA", "FENCED", "REPLICAS"
 """Of a lane's folder: how far it is in the medium, that another host writes it, and that it was ended. Of the
 store's folder: how far the replicas of all lanes may be read."""
 TOLD = "TOLD"
-"""Of a lane's folder: names of its sealed units, in the last list that other hosts have."""
+"""In the store's folder: the sealed units of this host's lanes that other hosts know of."""
 _SHIPPED = struct.Struct("<8Q")
 
 
@@ -108,12 +108,14 @@ def read_shipped(folder: Path) -> Shipped | None:
         return None
 
 
-def read_told(folder: Path) -> frozenset[str]:
-    """Names of a lane's sealed units that other hosts were told of last."""
+def read_told(store: Path) -> dict[str, list[str]]:
+    """Lane of this host -> its sealed units that other hosts were told of last, `!` behind those that were
+    dropped."""
     try:
-        return frozenset(name.rstrip("!") for name in orjson.loads(read_small(folder / TOLD, 1 << 24)))
+        told: dict[str, list[str]] = orjson.loads(read_small(store / TOLD, 1 << 26))
     except (FileNotFoundError, ValueError):
-        return frozenset()
+        return {}
+    return told
 
 
 def carried_to(store: Path, lane: str) -> Watermark | None:

@@ -59,8 +59,8 @@ def test_the_chunks_are_read(root: Path, chunks: list[bytes]) -> None:
         (1, len(segment) // 128 * 64),
         (2, 0),
     ]
-    assert (data.number, data.epoch, data.next_seq, data.kind, data.units) == (0, 1, 0, "data", None)
-    assert (more.cut, more.units) == ({"orphans.one": 1}, ["00000001-00000001.1", "00000002-00000002.1!"])
+    assert (data.number, data.epoch, data.next_seq, data.kind) == (0, 1, 0, "data")
+    assert more.cut == {"orphans.one": 1}
     assert (fence.kind, fence.number, fence.epoch, fence.session, fence.next_seq) == (
         "fence",
         2,

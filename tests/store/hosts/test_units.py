@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from rollbook.store.events import Event, LabelAdded, TrajectoryFinished, Traject
 from rollbook.store.medium.medium import lane_sequence
 from rollbook.store.sealed.unit import all_units, current_units
 from rollbook.store.settings import AppendSettings, MediumSettings
+from rollbook.store.upkeep import compact
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.retain import retain
 from rollbook.store.upkeep.sealer import Sealer
@@ -83,7 +85,6 @@ def test_what_a_host_knows_of_units_stays(object_hosts: Hosts, note: Note) -> No
     Sealer(a).run_once(10)
     with a.writer("serve") as writer:
         writer.append([note("later")]).result(10)
-        time.sleep(1.5)  # its units are told of once a second
     for _ in range(3):
         b = object_hosts.open("b")
         assert current_units(b.path, lane)
@@ -149,10 +150,6 @@ def test_retention_on_the_lane_s_host_is_everybody_s(object_hosts: Hosts, note: 
     lane = _fill(a, note)
     Sealer(a).run_once(10)
     b.carrier.catch_up()
-    until = time.monotonic() + 20
-    while not current_units(b.path, lane):  # nobody tells of them until the lane is written again
-        assert time.monotonic() < until
-        time.sleep(0.1)
     verdicts = retain(b, "1KiB").units
     assert not any(v.dropped for v in verdicts)
     assert any("another host's" in " ".join(v.why_kept) for v in verdicts), verdicts
@@ -174,7 +171,6 @@ def test_a_unit_that_was_replaced_since_its_owner_told_of_it(object_hosts: Hosts
     for _ in range(3):
         lane = _fill(a, note)
         Sealer(a).run_once(10)
-        time.sleep(1.5)  # units are told of by the lane's writer, once a second
     b = object_hosts.open("b")
     assert rows(b) == rows(a)
     merged = {unit.name for unit in current_units(a.path, lane) if unit.generation > 1}
@@ -183,37 +179,82 @@ def test_a_unit_that_was_replaced_since_its_owner_told_of_it(object_hosts: Hosts
     assert [found.fault for found in verify_store(b)] == [None]
 
 
-def test_units_that_others_know_of_stay_until_they_are_told(object_hosts: Hosts, note: Note) -> None:
-    """Merged after the lane's writer has ended, who would tell: whoever reads the first ones still can, and
-    they go once there is one again."""
+def test_units_that_others_know_of_stay_until_they_are_told(
+    object_hosts: Hosts, note: Note, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merged after the lane's writer has ended: whoever reads the first ones still can, until a while after
+    all were told of what replaces them."""
     object_hosts.tables = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 0}}
     a = object_hosts.open("a")
     for _ in range(2):
         lane = _fill(a, note)
         Sealer(a).run_once(10)
-        with a.writer("serve") as writer:
-            writer.append([note("later")]).result(10)
-            time.sleep(1.5)  # units are told of by the lane's writer, once a second
     b = object_hosts.open("b")
     known = {unit.name for unit in current_units(b.path, lane)}
     assert len(known) > 1
-    merging = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 1 << 20}}
-    object_hosts.tables = merging
+    object_hosts.tables = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 1 << 20}}
     a.carrier.close()
     a = object_hosts.open("a")
     for _ in range(2):
         Sealer(a).run_once(10)
     assert known.isdisjoint(unit.name for unit in current_units(a.path, lane))
+    assert known <= {unit.name for unit in all_units(a.path, lane)}
     assert rows(b) == rows(a)
-    assert [found.fault for found in verify_store(b)] == [None]
-    with a.writer("serve") as writer:
-        writer.append([note("told")]).result(10)
-        time.sleep(1.5)
     b.carrier.catch_up()
+    assert known.isdisjoint(unit.name for unit in all_units(b.path, lane))
+    monkeypatch.setattr(compact, "READ_S", 0.0)
     Sealer(a).run_once(10)
     assert known.isdisjoint(unit.name for unit in all_units(a.path, lane))
     assert rows(b) == rows(a)
     assert [found.fault for found in verify_store(b)] == [None]
+
+
+def test_a_lane_that_was_ended_is_merged_and_erased_for_all(
+    object_hosts: Hosts, storage: ObjectStorage, note: Note, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is put behind its end; others hear of its units all the same, and read on."""
+    monkeypatch.setattr(compact, "READ_S", 0.0)
+    object_hosts.tables = {"seal": {"keep_wal_bytes": 0, "compact_bytes": 0}}
+    a, b = object_hosts.open("a"), object_hosts.open("b")
+    for _ in range(2):
+        lane = _fill(a, note)
+        Sealer(a).run_once(10)
+    b.carrier.catch_up()
+    assert b.carrier.session.valid
+    b.carrier.end_lanes(a.carrier.session.name)
+    known = {unit.name for unit in current_units(b.path, lane)}
+    assert len(known) > 1
+    (a.path / "store.toml").write_text((a.path / "store.toml").read_text().replace("compact_bytes = 0", ""))
+    for _ in range(3):
+        Sealer(a).run_once(10)
+    assert known.isdisjoint(unit.name for unit in all_units(a.path, lane))
+    b.carrier.catch_up()
+    assert rows(b) == rows(a)
+    erase_trajectory(b, "t1", "a leaked word")
+    a.carrier.catch_up()
+    Sealer(a).run_once(10)
+    b.carrier.catch_up()
+    assert rows(b) == rows(a)
+    left = [name for name, data in _everywhere(object_hosts, storage).items() if SECRET.encode() in data]
+    assert left == []
+
+
+def test_a_reader_waits_until_it_hears_what_replaces_a_unit(object_hosts: Hosts, note: Note) -> None:
+    """Erased on its host: the files are gone before a reader elsewhere has heard of it."""
+    object_hosts.tables = {"seal": {"keep_wal_bytes": 0}}
+    a, b = object_hosts.open("a"), object_hosts.open("b")
+    _fill(a, note)
+    Sealer(a).run_once(10)
+    b.carrier.catch_up()
+    b.carrier.close()
+    erase_trajectory(a, "t1", "a leaked word")
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(lambda: len(list(b.events_of({LabelAdded.KIND}, b.head()))))
+        time.sleep(0.5)
+        assert not reading.done()
+        again = object_hosts.open("b")
+        assert reading.result(20) == 24
+    assert rows(again) == rows(a)
 
 
 def test_lanes_are_followed_while_object_storage_is_away(
@@ -228,9 +269,6 @@ def test_lanes_are_followed_while_object_storage_is_away(
     a = hosts.open("a")
     _fill(a, note)
     Sealer(a).run_once(10)
-    with a.writer("serve") as writer:
-        writer.append([note("later")]).result(10)
-        time.sleep(1.5)
     expected = rows(a)
     storage.refused = lambda method: "503 Service Unavailable"
     b = hosts.open("b")

@@ -31,7 +31,8 @@ from rollbook.store.sql.object_storage import file_system, outage
 from rollbook.store.upkeep.attach import attach
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.retain import retain
-from rollbook.store.upkeep.sealer import Sealer, upload_units
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.upkeep.upload import upload_units
 from rollbook.store.upkeep.verify import verify_store
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ import pytest
 from rollbook import store as rb
 from rollbook.store import Event, Store
 from rollbook.store.sealed.unit import all_units, current_units
-from rollbook.store.upkeep.sealer import Sealer, upload_units
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.upkeep.upload import upload_units
 
 if TYPE_CHECKING:
     from tests.fakes.storage.s3_server import ObjectStorage

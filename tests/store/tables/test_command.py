@@ -16,7 +16,8 @@ from rollbook.store.errors import CorruptionError, RemoteError
 from rollbook.store.sealed.unit import current_units, unit_folder
 from rollbook.store.tables import following
 from rollbook.store.tables.publish import publish_tables
-from rollbook.store.upkeep.sealer import Sealer, upload_units
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.upkeep.upload import upload_units
 
 if TYPE_CHECKING:
     from tests.fakes.storage.s3_server import ObjectStorage

@@ -37,7 +37,8 @@ from rollbook.store.tables.publish import CLAIM, PublishReport, publish_tables
 from rollbook.store.upkeep.attach import attach
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.retain import retain
-from rollbook.store.upkeep.sealer import Sealer, upload_units
+from rollbook.store.upkeep.sealer import Sealer
+from rollbook.store.upkeep.upload import upload_units
 
 if TYPE_CHECKING:
     from tests.fakes.storage.s3_server import ObjectStorage

@@ -28,7 +28,7 @@ from rollbook.store.upkeep.checkpoints import (
     list_checkpoints,
     remove_checkpoints,
 )
-from rollbook.store.upkeep.sealer import upload_units
+from rollbook.store.upkeep.upload import upload_units
 
 
 def print_info(store: Path, as_json: bool) -> None:
