@@ -502,7 +502,7 @@ class Carrier:
             replace_small(self._store / "claims" / AS_OF, orjson.dumps(values))
 
     def _take_units(self, replica: Replica, told: list[str]) -> None:
-        take_units(self._store, self._store_id, replica, told)
+        take_units(self._store, replica, told)
 
     def close(self) -> None:
         """Stop following, and end the session. Safe to call twice."""

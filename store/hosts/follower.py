@@ -58,8 +58,7 @@ class Follower:
 
     Args:
         follow: patterns of names of lanes.
-        take_units: called with a replica, and the names of its sealed units in object storage, where they
-            have changed.
+        take_units: called with a replica, and the addresses of its sealed units, where they have changed.
     """
 
     def __init__(

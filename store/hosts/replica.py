@@ -78,7 +78,7 @@ class Replica:
     session: str = ""
     fenced: bool = False
     units: list[str] = field(default_factory=list)
-    """The units in object storage whose manifests are here, as its owner told of them."""
+    """Addresses of the units whose manifests are here, as its owner told of them."""
     visible: int = 0
     pending: deque[Pending] = field(default_factory=deque)
     boundaries: deque[tuple[int, int, int]] = field(default_factory=deque)

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import orjson
-from pyarrow import fs
 
 from rollbook.store.hosts.replica import Replica
 from rollbook.store.hosts.session import seconds
 from rollbook.store.medium.medium import Medium, units_sequence
 from rollbook.store.medium.register import Register
 from rollbook.store.permissions import make_folder, replace_small
-from rollbook.store.sealed.remote import explained, read_remote_unit, remote_folder, remote_place
+from rollbook.store.sealed.remote import explained, read_remote_unit, remote_place
 from rollbook.store.sealed.unit import (
     UNIT_NAME,
     Unit,
@@ -31,6 +30,7 @@ from rollbook.store.sealed.unit import (
 from rollbook.store.settings import read_settings
 from rollbook.store.wal.files import (
     TOLD,
+    Told,
     folders_of_lanes,
     is_replica,
     lane_folder,
@@ -64,8 +64,11 @@ class Telling:
         Raises:
             MediumError: the medium does not answer.
         """
-        units = {lane: units_elsewhere(self._store, lane) for lane in folders_of_lanes(self._store)}
-        now = {lane: names for lane, names in units.items() if names and not is_replica(self._store, lane)}
+        now: Told = {}
+        for lane in folders_of_lanes(self._store):
+            if not is_replica(self._store, lane):
+                for store, name in _units_elsewhere(self._store, lane):
+                    now.setdefault(store, {}).setdefault(lane, []).append(name)
         if now == read_told(self._store):
             return
         while not self._register.replace(now):
@@ -73,12 +76,18 @@ class Telling:
         replace_small(self._store / TOLD, orjson.dumps(now))
 
 
-def units_elsewhere(store: Path, lane: str) -> list[str]:
-    """Which of a lane's current units are in object storage; a unit that was dropped has a mark."""
-    if not (store / "sealed" / lane).exists():
-        return []
-    known = [unit for unit in current_units(store, lane) if unit.remote is not None]
-    return [unit.name + (_DROPPED if unit.dropped_us is not None else "") for unit in known]
+def _units_elsewhere(store: Path, lane: str) -> Iterator[tuple[str, str]]:
+    """(the store's address, name) of a lane's current units in object storage; a unit that was dropped has a
+    mark."""
+    for unit in current_units(store, lane) if (store / "sealed" / lane).exists() else ():
+        if unit.remote is not None:
+            place = unit.remote.removesuffix(_place(lane, unit.name))
+            yield place, unit.name + (_DROPPED if unit.dropped_us is not None else "")
+
+
+def _place(lane: str, name: str) -> str:
+    """A unit's place below the store's."""
+    return f"/sealed/{lane}/{name}"
 
 
 @dataclass(slots=True)
@@ -86,7 +95,7 @@ class _Told:
     """What one host has told of, and when that was looked at."""
 
     register: Register
-    lanes: dict[str, list[str]] = field(default_factory=dict)
+    value: Told = field(default_factory=dict)
     looked: float = 0.0
     whole: float = 0.0
     """When it was last looked whether there is a newer entry than the next one."""
@@ -114,9 +123,9 @@ class Listening:
         return min((told.looked for told in self._hosts.values()), default=seconds())
 
     def of(self, host: str, lane: str) -> list[str]:
-        """The units of a lane that its host told of last."""
-        known = self._hosts.get(host)
-        return [] if known is None else known.lanes.get(lane, [])
+        """The addresses of a lane's units that its host told of last."""
+        told = self._hosts[host].value if host in self._hosts else {}
+        return [store + _place(lane, name) for store, lanes in told.items() for name in lanes.get(lane, ())]
 
     def look(self, hosts: Iterable[str]) -> None:
         """See what is new of these hosts.
@@ -133,7 +142,7 @@ class Listening:
         wanted = [(told.register.sequence, told.register.number + 1, 1) for told in later]
         for told, entries in zip(later, self.medium.read_each(wanted, newest=True), strict=True):
             if entries:
-                told.lanes = told.register.read() or {}
+                told.value = told.register.read() or {}
             told.looked = begun
 
     def look_whole(self, host: str) -> None:
@@ -144,23 +153,31 @@ class Listening:
         """
         begun = seconds()
         told = self._hosts.setdefault(host, _Told(Register(self.medium, units_sequence(host))))
-        told.lanes = told.register.read() or {}
+        told.value = told.register.read() or {}
         told.looked = told.whole = begun
 
 
-def take_units(store: Path, store_id: str, replica: Replica, told: list[str]) -> None:
+def take_units(store: Path, replica: Replica, told: list[str]) -> None:
     """Have the manifests of a replica's units as its owner told of them, and remove what they replace.
 
+    Args:
+        told: addresses of units.
+
     Raises:
-        RemoteError: object storage does not answer, or has them no more: they were replaced meanwhile.
+        RemoteError: object storage does not answer, or has one no more: it was replaced meanwhile.
     """
-    settings, lane = read_settings(store), replica.lane
-    if not told or settings.remote.uri is None:
+    if not told:
         return
-    base = f"{remote_folder(settings.remote.uri, store_id)}/sealed/{lane}"
-    with explained(base, settings.remote):
-        system, path = remote_place(base, settings.remote)
-        _copy_manifests(store, lane, base, system, path, told)
+    settings, lane = read_settings(store), replica.lane
+    known = _manifests(store, lane)
+    for entry in told:
+        address = entry.removesuffix(_DROPPED)
+        unit = known.get(address.rpartition("/")[2])
+        if unit is None or (unit.dropped_us is not None) != entry.endswith(_DROPPED):
+            with explained(address, settings.remote):
+                unit = read_remote_unit(*remote_place(address, settings.remote), address)
+            make_folder(unit_folder(store, unit))
+            write_manifest(unit_folder(store, unit), unit)
     here = _manifests(store, lane)
     for name in here.keys() - {unit.name for unit in choose(here.values())}:
         shutil.rmtree(store / "sealed" / lane / name, ignore_errors=True)
@@ -172,20 +189,6 @@ def take_units(store: Path, store_id: str, replica: Replica, told: list[str]) ->
             done &= _remove_segments(store, unit)
     if done:
         replica.units = told
-
-
-def _copy_manifests(
-    store: Path, lane: str, base: str, system: fs.FileSystem, path: str, wanted: list[str]
-) -> None:
-    """Have the manifests of these units here."""
-    known = _manifests(store, lane)
-    for entry in wanted:
-        name = entry.removesuffix(_DROPPED)
-        if name in known and (known[name].dropped_us is not None) == entry.endswith(_DROPPED):
-            continue
-        unit = read_remote_unit(system, f"{path}/{name}", f"{base}/{name}")
-        make_folder(unit_folder(store, unit))
-        write_manifest(unit_folder(store, unit), unit)
 
 
 def _manifests(store: Path, lane: str) -> dict[str, Unit]:

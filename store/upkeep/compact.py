@@ -169,7 +169,9 @@ def remove_superseded(store: Path, lane: str) -> list[str]:
     """
     every = all_units(store, lane)
     current = choose(every)
-    told = set(read_told(store).get(lane, ())) if (store / HOST).exists() else None
+    told = None
+    if (store / HOST).exists():
+        told = {name for lanes in read_told(store).values() for name in lanes.get(lane, ())}
     old = [
         unit.name
         for unit in every

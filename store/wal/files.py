@@ -58,6 +58,8 @@ SHIPPED, REPLICA, FENCED, REPLICAS = "SHIPPED", "REPLICA", "FENCED", "REPLICAS"
 store's folder: how far the replicas of all lanes may be read."""
 TOLD = "TOLD"
 """In the store's folder: the sealed units of this host's lanes that other hosts know of."""
+Told = dict[str, dict[str, list[str]]]
+"""A store's address in object storage -> lane -> names of units, `!` behind those that were dropped."""
 _SHIPPED = struct.Struct("<8Q")
 
 
@@ -108,11 +110,10 @@ def read_shipped(folder: Path) -> Shipped | None:
         return None
 
 
-def read_told(store: Path) -> dict[str, list[str]]:
-    """Lane of this host -> its sealed units that other hosts were told of last, `!` behind those that were
-    dropped."""
+def read_told(store: Path) -> Told:
+    """The sealed units of this host's lanes that other hosts were told of last."""
     try:
-        told: dict[str, list[str]] = orjson.loads(read_small(store / TOLD, 1 << 26))
+        told: Told = orjson.loads(read_small(store / TOLD, 1 << 26))
     except (FileNotFoundError, ValueError):
         return {}
     return told
