@@ -35,7 +35,7 @@ from rollbook.store.hosts.join import join
 from rollbook.store.log.store import Store as LogStore
 from rollbook.store.log.tail import Filter
 from rollbook.store.secret import SECRET, store_secret
-from rollbook.store.settings import OwnMediumSettings
+from rollbook.store.settings import OwnMediumSettings, RemoteSettings
 
 FIRST, SECOND, TRAINER, FOLLOWER, LATER = "p0", "p1", "t", "f", "later"
 """The hosts; the last one joins when all is over."""
@@ -222,8 +222,12 @@ class Stage:
     def join(self, host: str) -> None:
         """Make a host's folder one of the store."""
         settings = self.settings()
-        join(self.store(host), f"{settings.url}/{self.store_id}", settings)
+        join(self.store(host), f"{settings.url}/{self.store_id}", settings, self.remote())
         self.configure(host)
+
+    def remote(self) -> RemoteSettings:
+        """Where all hosts' sealed units go."""
+        return RemoteSettings(uri=f"s3://{BUCKET}/units", endpoint=self.medium.endpoint)
 
     def settings(self) -> OwnMediumSettings:
         """Of every host's medium."""
@@ -237,8 +241,7 @@ class Stage:
     def configure(self, host: str) -> None:
         """Write a host's settings, and the secret that all share."""
         own = self.settings().model_dump(mode="json", exclude_none=True)
-        remote = {"uri": f"s3://{BUCKET}/units", "endpoint": self.medium.endpoint}
-        tables = {"medium": own, "remote": remote, **SMALL}
+        tables = {"medium": own, "remote": self.remote().model_dump(mode="json"), **SMALL}
         (self.store(host) / "store.toml").write_text(toml_text(tables))
         shutil.copy(self.folder / SECRET, self.store(host) / SECRET)
         (self.store(host) / SECRET).chmod(0o600)

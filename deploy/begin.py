@@ -35,9 +35,15 @@ def begin(store: Path, settings: str) -> None:
     alone = (store.parent / f".{store.name}.begin").open("a")
     fcntl.flock(alone, fcntl.LOCK_EX)
     if not (store / "store.toml").exists():
-        medium = tomllib.loads(settings)["medium"]
+        tables = tomllib.loads(settings)
+        medium, remote = tables["medium"], tables.get("remote", {})
         words = [f"{medium['url']}/{os.environ['STORE_ID']}", "--create", "--store", str(store)]
-        words += ["--endpoint", medium["endpoint"]] if "endpoint" in medium else []
+        given = {
+            "--endpoint": medium.get("endpoint"),
+            "--remote": remote.get("uri"),
+            "--remote-endpoint": remote.get("endpoint"),
+        }
+        words += [word for name, value in given.items() if value for word in (name, value)]
         subprocess.run(["rollbook", "store", "join", *words], check=True, stdout=sys.stderr)
     new = store / "store.toml.new"
     new.write_text(settings)

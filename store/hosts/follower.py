@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollbook.store.errors import CorruptionError, StoreError
+from rollbook.store.errors import CorruptionError, RemoteError, StoreError
+from rollbook.store.hosts.lifetime import first_behind
 from rollbook.store.hosts.replica import Replica, opened_replica
 from rollbook.store.hosts.session import seconds
 from rollbook.store.hosts.units import Listening
@@ -27,6 +28,8 @@ WINDOW = 32
 """Chunks of a lane that are asked for at once, where there are many."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE = 0.03, 1.0, 10.0
 """Between two looks at a lane: this share of how long nothing came."""
+FIRST_UNITS_PAUSE_S, LONGEST_UNITS_PAUSE_S = 5.0, 60.0
+"""Until sealed units are looked for again where object storage did not answer."""
 GAP_LOOK_S = 30.0
 """Between two looks whether the chunk to come was removed, as units in object storage hold the same."""
 DISCOVER_S = 1.0
@@ -81,6 +84,7 @@ class Follower:
         self._stale = True
         """Whether the file of what may be read is to be written, whatever it says."""
         self._discovered_at = self._discover_due = 0.0
+        self._units_due, self._units_pause = 0.0, FIRST_UNITS_PAUSE_S
         self._fd = open_file(store / REPLICAS, os.O_RDWR | os.O_CREAT)
 
     def close(self) -> None:
@@ -148,6 +152,8 @@ class Follower:
     def _learn_units(self) -> None:
         """Have the manifests of all units that their owners have told of; later, if object storage does not
         answer. Their events are in the medium, too."""
+        if seconds() < self._units_due:
+            return
         for lane in self._lanes.values():
             replica = lane.replica
             told = self._listening.of(replica.host, replica.lane)
@@ -155,10 +161,18 @@ class Follower:
                 continue
             try:
                 self._take_units(replica, told)
-            except StoreError as error:
-                logger.warning("the sealed units of lane %s are looked for again: %s", replica.lane, error)
+                self._units_pause = FIRST_UNITS_PAUSE_S
+            except RemoteError as error:
+                self._units_failed(error)
+                return
             replica.save()
             self._stale = True  # events may have come with them
+
+    def _units_failed(self, error: RemoteError) -> None:
+        # Each try takes as long as the network does to give up, and meanwhile nothing is followed.
+        self._units_due = seconds() + self._units_pause
+        logger.warning("sealed units are looked for again in %.0f s: %s", self._units_pause, error)
+        self._units_pause = min(2 * self._units_pause, LONGEST_UNITS_PAUSE_S)
 
     def _note_ends(self) -> None:
         """Let others of this host know which lanes have ended, and are all here."""
@@ -182,7 +196,7 @@ class Follower:
                     "that one's; move it away, and join the store again"
                 )
             replica = opened_replica(self._store, self._store_id, host, lane)
-            self._pass_over_gap(replica)
+            self._begin(replica)
             replica.show(max(replica.visible, min(self._earlier.get(lane, 0), replica.held)))
             self._lanes[lane] = _Lane(replica, grew=begun)
             self._visible[lane], self._stale = replica.visible, True
@@ -238,6 +252,20 @@ class Follower:
         lane.failure = error if lane.looked else None
         lane.looked, lane.due = seconds(), seconds() + (LONGEST_PAUSE_S if lane.failure else 0.0)
         self._learn_again(lane.replica)
+
+    def _begin(self, replica: Replica) -> None:
+        """Begin, or go on, behind the sealed units, where these hold more than is here: what is in them need
+        not be copied."""
+        segment = replica.segment
+        if seconds() >= self._units_due:
+            try:
+                self._learn_again(replica)
+            except RemoteError as error:  # chunks hold the same, as far as they are there
+                self._units_failed(error)
+        if replica.segment > segment:
+            number = first_behind(self._medium, replica.sequence, replica.segment - 1)
+            replica.number = max(replica.number, number or 0)
+        self._pass_over_gap(replica)
 
     def _pass_over_gap(self, replica: Replica) -> None:
         """Go on behind sealed units where the chunks that hold the same are not in the medium any more."""

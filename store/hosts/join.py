@@ -16,7 +16,7 @@ from rollbook.store.marker import made_whole, new_place
 from rollbook.store.medium.medium import STORE
 from rollbook.store.medium.open import opened_medium, store_address
 from rollbook.store.permissions import make_empty
-from rollbook.store.settings import MediumSettings, read_settings
+from rollbook.store.settings import MediumSettings, RemoteSettings, read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,14 @@ class JoinReport:
     lanes: dict[str, int]
 
 
-def join(folder: Path, url: str, settings: MediumSettings) -> JoinReport:
+def join(
+    folder: Path, url: str, settings: MediumSettings, remote: RemoteSettings | None = None
+) -> JoinReport:
     """Make a new folder one of the hosts of the store at `url`, such as s3://bucket/prefix/STORE-ID.
 
     Args:
         settings: all but the address, which goes without the store's id.
+        remote: where sealed files are kept, if not in the medium.
 
     Raises:
         NotAStoreError: the folder is not empty, or no store is at `url`.
@@ -55,8 +58,10 @@ def join(folder: Path, url: str, settings: MediumSettings) -> JoinReport:
             f"{url} holds no store: name the address as `rollbook store info` says it on another host"
         )
     with made_whole(folder, marker[0]) as building:
-        chosen = own.model_dump(mode="json", exclude_none=True)
-        make_empty(building / "store.toml").write_text(toml_text({"medium": chosen}))
+        tables = {"medium": own.model_dump(mode="json", exclude_none=True)}
+        if remote is not None:
+            tables["remote"] = remote.model_dump(mode="json", exclude_none=True)
+        make_empty(building / "store.toml").write_text(toml_text(tables))
         read_settings(building)
     try:
         with contextlib.closing(Carrier(folder, store_id, own)) as carrier:

@@ -18,10 +18,26 @@ def forget_chunks(medium: Medium, sequence: str, segment: int, before_us: int | 
         MediumError: no answer, or a refusal.
         CorruptionError: a chunk is damaged.
     """
-    first, last = medium.first(sequence), medium.last(sequence)
-    if first is None or last is None:
+    kept = first_behind(medium, sequence, segment, before_us)
+    if kept is None:
         return True
-    low, high = first, last  # the first that is to stay is among these
+    if kept > (medium.first(sequence) or 0):
+        medium.forget(sequence, kept)
+    left = read_chunk(medium, sequence, kept)
+    return left is not None and left.end is not None and not _is_of(left, segment)
+
+
+def first_behind(medium: Medium, sequence: str, segment: int, before_us: int | None = None) -> int | None:
+    """Number of a lane's first chunk that holds something behind a segment, or was not sent before a time; of
+    its newest one where none is so; None where there is none.
+
+    Raises:
+        MediumError: no answer, or a refusal.
+        CorruptionError: a chunk is damaged.
+    """
+    low, high = medium.first(sequence), medium.last(sequence)
+    if low is None or high is None:
+        return None
     while low < high:
         middle = (low + high) // 2
         chunk = read_chunk(medium, sequence, middle)
@@ -31,10 +47,7 @@ def forget_chunks(medium: Medium, sequence: str, segment: int, before_us: int | 
             low = middle + 1
         else:
             high = middle
-    if low > first:
-        medium.forget(sequence, low)
-    left = read_chunk(medium, sequence, low)
-    return left is not None and left.end is not None and not _is_of(left, segment)
+    return low
 
 
 def _is_of(chunk: Chunk, segment: int) -> bool:

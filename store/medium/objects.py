@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,6 +24,8 @@ from rollbook.store.errors import ConfigError, MediumError
 from rollbook.store.medium.loop_thread import LoopThread
 from rollbook.store.medium.medium import LANES, Wanted
 
+PAGE = 1000
+"""Entries that are listed, or removed, by one request."""
 READ_AT_ONCE = 32
 """Entries that are fetched at the same time: each takes a round trip."""
 FIRST_PACE_S, LONGEST_PACE_S = 0.1, 0.25
@@ -46,6 +49,7 @@ class ObjectMedium:
     def __init__(self, address: str, endpoint: str | None = None) -> None:
         self.address = address.rstrip("/")
         self._store: Any = opened_objects(self.address, endpoint)
+        self._ordered = not self.address.startswith("file:")
         self._loop = LoopThread("objects")
 
     def put(self, sequence: str, number: int, data: bytes) -> bool:
@@ -87,21 +91,35 @@ class ObjectMedium:
         return list(await asyncio.gather(*(read(*one) for one in wanted)))
 
     def last(self, sequence: str) -> int | None:
-        """See `Medium`."""
-        return max(self._numbers(sequence), default=None)
+        """See `Medium`. It asks as often as the number has binary digits, not once a page of all."""
+        page = self._page(sequence)
+        if len(page) < PAGE or not self._ordered:
+            return page[-1] if page else None
+        low, high, step = page[-1], -1, PAGE  # behind `high` is nothing, once it is known
+        while len(page) >= PAGE and low != high:
+            after = low + step if high < 0 else (low + high) // 2
+            if found := self._page(sequence, after):
+                low, page, step = found[-1], found, 2 * step
+            else:
+                high = after
+        return low
 
     def first(self, sequence: str) -> int | None:
         """See `Medium`."""
-        return min(self._numbers(sequence), default=None)
+        return next(iter(self._page(sequence)), None)
 
-    def _numbers(self, sequence: str) -> Iterator[int]:
+    def _page(self, sequence: str, after: int | None = None) -> list[int]:
+        """The numbers that follow one, at most `PAGE`; of a folder, which lists in no order, all."""
+        pages = self._pages(sequence, after)
+        return sorted(next(pages, []) if self._ordered else itertools.chain.from_iterable(pages))
+
+    def _pages(self, sequence: str, after: int | None = None) -> Iterator[list[int]]:
         prefix = f"log/{sequence}/"
+        offset = None if after is None else _path(sequence, after)
         with self._explained(prefix):
-            for page in obstore.list(self._store, prefix, chunk_size=1000):
-                for found in page:
-                    name = found["path"].rpartition("/")[2]
-                    if name.isdecimal():  # a folder's own temporary files are none
-                        yield int(name)
+            for page in obstore.list(self._store, prefix, offset=offset, chunk_size=PAGE):
+                names = [found["path"].rpartition("/")[2] for found in page]
+                yield [int(name) for name in names if name.isdecimal()]  # others are a folder's own
 
     def sequences(self, kind: str) -> list[str]:
         """See `Medium`."""
@@ -119,12 +137,11 @@ class ObjectMedium:
 
     def forget(self, sequence: str, before: int) -> None:
         """See `Medium`."""
-        numbers = sorted(self._numbers(sequence))
-        paths = [_path(sequence, number) for number in numbers[:-1] if number < before]
-        with self._explained(sequence):
-            for i in range(0, len(paths), 1000):
-                with contextlib.suppress(FileNotFoundError):
-                    obstore.delete(self._store, paths[i : i + 1000])
+        last = self.last(sequence)
+        before = before if last is None else min(before, last)
+        while old := [number for number in self._page(sequence) if number < before]:
+            with self._explained(sequence), contextlib.suppress(FileNotFoundError):
+                obstore.delete(self._store, [_path(sequence, number) for number in old])
 
     def listen(self, heard: Callable[[str], None]) -> None:
         """See `Medium`: object storage tells nobody."""

@@ -77,6 +77,25 @@ def test_units_are_read_where_they_are_and_a_late_host_needs_no_chunks(
     assert [lane.fault for lane in verify_store(c)] == [None]
 
 
+def test_a_host_that_joins_copies_nothing_that_is_in_units(
+    object_hosts: Hosts, storage: ObjectStorage, note: Note
+) -> None:
+    """Its first chunk is the first behind them: those before may be damaged, and nobody looks."""
+    a = object_hosts.open("a")
+    lane = _fill(a, note)
+    Sealer(a).run_once(10)
+    with a.writer("serve") as writer:
+        writer.append([note("later")]).result(10)
+    prefix = f"team/{object_hosts.store_id}/log/{lane_sequence(a.carrier.host, lane)}"
+    listed = storage.client.list_objects_v2(Bucket=storage.BUCKET, Prefix=prefix)["Contents"]
+    assert len(listed) > 1
+    storage.client.put_object(Bucket=storage.BUCKET, Key=listed[0]["Key"], Body=b"damaged")
+    b = object_hosts.open("b")
+    assert rows(b) == rows(a)
+    assert segment_numbers(lane_folder(b.path, lane))[0] > current_units(b.path, lane)[-1].last
+    assert [found.fault for found in verify_store(b)] == [None]
+
+
 def test_what_a_host_knows_of_units_stays(object_hosts: Hosts, note: Note) -> None:
     """In its next process, and the one after that."""
     object_hosts.tables = {"seal": {"keep_wal_bytes": 0}}

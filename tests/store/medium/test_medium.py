@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
+from unittest.mock import Mock
 from urllib.parse import unquote
 
 import pytest
 
 from rollbook.store.errors import ConfigError, MediumError
 from rollbook.store.ids import new_id
+from rollbook.store.medium import objects
 from rollbook.store.medium.medium import Medium, claim_sequence, lane_of, lane_sequence
 from rollbook.store.medium.open import opened_medium
 from rollbook.store.medium.register import Register
 from rollbook.store.settings import MediumSettings
+
+if TYPE_CHECKING:
+    from tests.fakes.storage.s3_server import ObjectStorage
 
 
 def test_an_entry_is_put_once(medium: Medium) -> None:
@@ -63,6 +69,29 @@ def test_old_entries_are_forgotten_but_never_the_newest(medium: Medium) -> None:
     assert (medium.first("sessions/a"), medium.last("sessions/a")) == (9, 9)
     assert medium.put("sessions/a", 10, b"next")
     assert not medium.put("sessions/a", 9, b"other")
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 64, 65, 201])
+def test_the_ends_of_a_long_sequence(
+    storage: ObjectStorage, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a listing has more than one page: found without reading all of them, whatever was removed."""
+    monkeypatch.setattr(objects, "PAGE", 8)
+    medium = opened_medium(MediumSettings(url=f"s3://{storage.BUCKET}/long", endpoint=storage.endpoint), "id")
+    listed = Mock(wraps=objects.obstore.list)
+    monkeypatch.setattr(objects.obstore, "list", listed)
+    try:
+        for number in range(count):
+            storage.client.put_object(
+                Bucket=storage.BUCKET, Key=f"long/id/log/lanes/a/x/{number:012d}", Body=b"x"
+            )
+        for removed in sorted({0, count // 3, count - 1}):
+            medium.forget("lanes/a/x", removed)
+            listed.reset_mock()
+            assert (medium.first("lanes/a/x"), medium.last("lanes/a/x")) == (removed, count - 1)
+            assert listed.call_count <= 2 + 2 * count.bit_length()
+    finally:
+        medium.close()
 
 
 def test_of_two_that_race_each_number_is_one_s(medium: Medium) -> None:

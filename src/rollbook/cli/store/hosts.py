@@ -16,19 +16,27 @@ from rollbook.store.hosts.leave import leave
 from rollbook.store.hosts.sizing import Load, Prices, sizing
 from rollbook.store.hosts.status import statuses
 from rollbook.store.open import open_store
-from rollbook.store.settings import MediumSettings
+from rollbook.store.settings import MediumSettings, RemoteSettings
 
 LOOK_S = 2.0
 
 
-def run_join(store: Path, url: str, settings: MediumSettings, as_json: bool, *, make: bool) -> None:
+def run_join(
+    store: Path,
+    url: str,
+    settings: MediumSettings,
+    remote: RemoteSettings | None,
+    as_json: bool,
+    *,
+    make: bool,
+) -> None:
     """Make a folder one of the store's hosts, and print what it has now.
 
     Args:
         make: the store too, where there is none.
     """
     made = make and create(url, settings)
-    report = join(store, url, settings)
+    report = join(store, url, settings, remote)
     if as_json:
         print_json(asdict(report) | {"created": made})
         return

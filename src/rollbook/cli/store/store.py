@@ -141,6 +141,12 @@ def store_join(
     ],
     store: NewStore,
     endpoint: Endpoint = None,
+    remote: Annotated[
+        str | None, typer.Option(help="s3://bucket/prefix of sealed files, where they are not in the medium.")
+    ] = None,
+    remote_endpoint: Annotated[
+        str | None, typer.Option(help="URL of the S3-compatible service that has them.")
+    ] = None,
     ack: Annotated[
         str, typer.Option(help="local: acknowledge what this disk has; medium: what the medium has, too.")
     ] = "local",
@@ -163,10 +169,11 @@ def store_join(
     rollbook store join s3://rollouts/team/0192... --store runs
     """
     from rollbook.cli.store.hosts import run_join
-    from rollbook.store.settings import medium_settings
+    from rollbook.store.settings import RemoteSettings, medium_settings
 
     settings = medium_settings(endpoint=endpoint, ack=ack, lease_s=lease_s, follow=follow or ["*"])
-    run_join(store, url, settings, json, make=create)
+    elsewhere = None if remote is None else RemoteSettings(uri=remote, endpoint=remote_endpoint)
+    run_join(store, url, settings, elsewhere, json, make=create)
 
 
 @store_app.command("follow")
