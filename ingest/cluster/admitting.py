@@ -69,6 +69,8 @@ class GateServer:
         task = self._entering.get(key)
         if task is None:  # else it is asked again
             task = self._entering[key] = asyncio.create_task(self._entered(key, request))
+            # Who asked may have left; else the event loop would print that nobody took the error.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return {"reserved": await asyncio.shield(task)}, b""
 
     async def _entered(self, key: tuple[int, int], request: Json) -> bool:

@@ -222,6 +222,7 @@ def _remove_sealed_segments(store: Path, lane: str, keep: int) -> bool:
         with contextlib.suppress(FileNotFoundError):
             size = path.stat().st_size
             kept += size
-            if number < min(sealed, mark.segment) and (kept > keep or size != sizes.get(number, size)):
+            in_part = size != sizes.get(number, size)
+            if number < sealed and (in_part or (number < mark.segment and kept > keep)):
                 path.unlink()
     return mark.segment >= sealed - 1

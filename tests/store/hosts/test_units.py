@@ -96,6 +96,27 @@ def test_a_host_that_joins_copies_nothing_that_is_in_units(
     assert [found.fault for found in verify_store(b)] == [None]
 
 
+def test_a_segment_that_came_in_part_before_it_was_sealed(object_hosts: Hosts, note: Note) -> None:
+    """What is here of it goes, as its unit holds all of it; the next segment is taken from its beginning."""
+    a, b = object_hosts.open("a"), object_hosts.open("b")
+    with a.writer("serve") as writer:
+        writer.append([note("in part")]).result(10)
+        while not rows(b):
+            b.carrier.catch_up()
+        b.carrier.close()
+        for i in range(20):
+            writer.append([note(f"the rest {i}")]).result(10)
+    Sealer(a).run_once(10)
+    for text in ("", "later"):
+        if text:
+            with a.writer("serve") as writer:
+                writer.append([note(text)]).result(10)
+        b = object_hosts.open("b")
+        assert rows(b) == rows(a)
+        assert [found.fault for found in verify_store(b)] == [None]
+        b.carrier.close()
+
+
 def test_what_a_host_knows_of_units_stays(object_hosts: Hosts, note: Note) -> None:
     """In its next process, and the one after that."""
     object_hosts.tables = {"seal": {"keep_wal_bytes": 0}}
