@@ -237,8 +237,10 @@ def _pair(
 
 
 def _visible(writer: Process, reader: Process, plan: Plan, seed: int) -> list[float]:
+    # A reader that begins takes a third of a second to load what it needs.
+    reader.send(do="watch", seconds=2.0)
     writer.ask(do="stream", rate=plan.rate, seconds=1.0, seed=seed + 100)
-    time.sleep(0.5)
+    reader.answer()
     reader.send(do="watch", seconds=plan.seconds + 3.0)
     time.sleep(0.2)
     count = writer.ask(do="stream", rate=plan.rate, seconds=plan.seconds, seed=seed)
