@@ -423,7 +423,7 @@ def events_of_versions(log: Store, contents: StepContents, rows: Rows) -> list[E
 def _checkpoint(log: Store, history: History, version: int) -> CheckpointWritten:
     """The checkpoint of a version that a step names, which a replay reads."""
     matches = [c for c in history.checkpoints if c.policy_version == version]
-    if not matches or not place_inside(log.path, matches[-1].path).is_dir():
+    if not matches or not log.folder(matches[-1].path).is_dir():
         raise ReplayError(
             f"run {history.run!r} has no checkpoint of version {version} of policy {history.policy!r}, which "
             "the step's manifest names: restore it from a copy"
@@ -433,9 +433,7 @@ def _checkpoint(log: Store, history: History, version: int) -> CheckpointWritten
 
 def _with_config(log: Store, history: History) -> list[CheckpointWritten]:
     """The newest checkpoint that tells the model's architecture, if there is one."""
-    candidates = (
-        c for c in reversed(history.checkpoints) if (place_inside(log.path, c.path) / CONFIG).is_file()
-    )
+    candidates = (c for c in reversed(history.checkpoints) if (log.folder(c.path) / CONFIG).is_file())
     return [c for c in (next(candidates, None),) if c is not None]
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rollbook.store.errors import CorruptionError, RemoteError, StoreError
 from rollbook.store.hosts.lifetime import first_behind
+from rollbook.store.hosts.openings import IDLE_S, Openings
 from rollbook.store.hosts.replica import Replica, opened_replica
 from rollbook.store.hosts.session import seconds
 from rollbook.store.hosts.units import Listening
@@ -28,12 +29,14 @@ WINDOW = 32
 """Chunks of a lane that are asked for at once, where there are many."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S, PATIENCE = 0.03, 1.0, 10.0
 """Between two looks at a lane: this share of how long nothing came."""
+IDLE_PAUSE_S = 60.0
+"""The same of a lane that is idle for hours."""
 FIRST_UNITS_PAUSE_S, LONGEST_UNITS_PAUSE_S = 5.0, 60.0
 """Until sealed units are looked for again where object storage did not answer."""
 GAP_LOOK_S = 30.0
 """Between two looks whether the chunk to come was removed, as units in object storage hold the same."""
 DISCOVER_S = 1.0
-"""Between two looks for lanes."""
+"""Between two looks for lanes that were taken."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +78,7 @@ class Follower:
     ) -> None:
         self._medium, self._store, self._store_id, self._host = medium, store, store_id, host
         self._follow, self._take_units = follow, take_units
-        self._listening = Listening(medium)
+        self._listening, self._openings = Listening(medium), Openings(medium)
         self._lanes: dict[str, _Lane] = {}
         self._visible: dict[str, int] = {}
         self._earlier = _readable_before(store)
@@ -182,12 +185,14 @@ class Follower:
 
     def _discover(self) -> None:
         begun = seconds()
-        for sequence in self._medium.sequences(LANES):
+        taken = self._openings.since()
+        for sequence in self._medium.sequences(LANES) if taken is None else taken:
             host, lane = lane_of(sequence)
             if host == self._host or not self._follows(lane):
                 continue
             if lane in self._lanes:
                 self._refuse_other(lane, host)
+                self._lanes[lane].grew, self._lanes[lane].due = begun, 0.0
                 continue
             folder = lane_folder(self._store, lane)
             if folder.exists() and not (folder / REPLICA).exists():
@@ -241,7 +246,10 @@ class Follower:
                 if now - lane.looked > GAP_LOOK_S:
                     lane.looked = now
                     self._pass_over_gap(replica)
-                pause = min(max((now - lane.grew) / PATIENCE, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+                idle = now - lane.grew
+                pause = min(max(idle / PATIENCE, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+                if idle > IDLE_S:  # whoever writes it announces that
+                    pause = min(idle / IDLE_S * LONGEST_PAUSE_S, IDLE_PAUSE_S)
                 # What was put while this was asked for, and was heard of, is not waited for.
                 lane.due = now + (0.0 if lane.heard >= begun else pause)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError, FencedError, StoreError
+from rollbook.store.hosts.openings import IDLE_S, announce
 from rollbook.store.hosts.session import Session
 from rollbook.store.ids import now_us
 from rollbook.store.medium.chunk import Chunk, Part, encode_chunk
@@ -91,6 +92,8 @@ class LaneShipper:
         self._folder = lane_folder(sender.store, lane)
         self._sequence = lane_sequence(sender.host, lane)
         sender.session.add_lane(self._sequence)
+        announce(sender.medium, self._sequence)
+        self._put_at = time.monotonic()
         self._at = _taken(sender, lane, self._sequence, self._folder)
         self._fd = open_file(self._folder / SHIPPED, os.O_RDWR | os.O_CREAT)
         self._move(self._at)
@@ -267,6 +270,9 @@ class LaneShipper:
         if self._unanswered is None:
             return 0
         chunk, entry, end = self._unanswered
+        if time.monotonic() - self._put_at > IDLE_S:
+            announce(self._sender.medium, self._sequence)
+        self._put_at = time.monotonic()
         if not self._sender.medium.put(self._sequence, chunk.number, entry):
             other = read_chunk(self._sender.medium, self._sequence, chunk.number)
             raise _fence_error(chunk if other is None else other)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MONTH_S = 30 * 86_400
+UNITS_S = 5.0
+"""Between two looks at what a host tells of its units (`hosts.units`)."""
 GB = 1e9
 
 
@@ -97,7 +99,8 @@ def sizing(load: Load, prices: Prices) -> Sizing:
     of_lane = 1 / load.pace_s
     renewals = 3 / load.lease_s if load.lease_s else 0.0
     puts = load.hosts * (of_lane + renewals)
-    gets = load.followers * load.hosts * of_lane * 1.5  # one in three finds nothing yet
+    # One in three looks at a lane finds nothing yet; and what a host tells of its units is looked at.
+    gets = load.followers * load.hosts * (of_lane * 1.5 + 1 / UNITS_S)
     packed = load.bytes_s * load.packed
     kept = packed * load.keep_s / GB
     of_host = load.events_s * load.event_kb / 1e3

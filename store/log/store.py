@@ -353,6 +353,10 @@ class Store:
             self.carrier.fetch(named)
         return path
 
+    def may_have(self, named: str) -> bool:
+        """Whether a folder that an event names is here, or may be on another host."""
+        return self.carrier is not None or place_inside(self.path, named).is_dir()
+
     def located(self, path: Path) -> Path:
         """A checkpoint's folder by the path that another host has for it; any other path as it is.
 

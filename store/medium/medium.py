@@ -19,6 +19,8 @@ LANES, UNITS, SESSIONS, CLAIMS = "lanes", "units", "sessions", "claims"
 """The first part of a sequence's name says what its entries are."""
 AGREED = "agreed"
 """The first part of sequences of one entry, in which hosts find what all of them must have."""
+OPENED = "opened"
+"""The sequence that has the name of each lane's sequence, when a writer takes the lane."""
 STORE = "store"
 """The sequence whose one entry is the store's marker, by which a host knows what it joins."""
 Wanted = tuple[str, int, int]

@@ -123,17 +123,24 @@ class ObjectMedium:
 
     def sequences(self, kind: str) -> list[str]:
         """See `Medium`."""
-        return sorted(self._below(kind, 2 if kind == LANES else 1))
+        with self._explained(kind):
+            return sorted(self._loop.run(self._sequences(kind), PATIENCE_S * 4))
 
-    def _below(self, prefix: str, depth: int) -> Iterator[str]:
-        with self._explained(prefix):
-            listed = obstore.list_with_delimiter(self._store, f"log/{prefix}/")
-        for folder in listed["common_prefixes"]:
-            name = folder.rstrip("/").removeprefix("log/")
-            if depth > 1:
-                yield from self._below(name, depth - 1)
-            else:
-                yield name
+    async def _sequences(self, kind: str) -> list[str]:
+        names = await self._below(kind)
+        if kind != LANES:
+            return names
+        at_once = asyncio.Semaphore(READ_AT_ONCE)  # a listing for each host
+
+        async def of(host: str) -> list[str]:
+            async with at_once:
+                return await self._below(host)
+
+        return list(itertools.chain.from_iterable(await asyncio.gather(*map(of, names))))
+
+    async def _below(self, prefix: str) -> list[str]:
+        listed = await obstore.list_with_delimiter_async(self._store, f"log/{prefix}/")
+        return [folder.rstrip("/").removeprefix("log/") for folder in listed["common_prefixes"]]
 
     def forget(self, sequence: str, before: int) -> None:
         """See `Medium`."""

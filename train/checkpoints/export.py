@@ -23,7 +23,7 @@ from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event, J
 from rollbook.store.fold.checkpoints import held_and_removed, removal_message
 from rollbook.store.interchange.destination import destination
 from rollbook.store.permissions import make_folder
-from rollbook.store.safe_paths import fsync_file, place_inside, reading
+from rollbook.store.safe_paths import fsync_file, reading
 from rollbook.train.checkpoints.checkpoint import (
     CRITIC_OPTIMIZER,
     OPTIMIZER,
@@ -198,13 +198,18 @@ _Found = dict[str, dict[int, CheckpointWritten]]
 
 
 def _checkpoints(log: Store, policy: str) -> _Found:
-    """The policy's checkpoints whose folders exist; the newest of a version that has several."""
+    """The policy's checkpoints whose folders exist, or may on other hosts; the newest of a version that has
+    several."""
+    written: dict[str, tuple[str, CheckpointWritten]] = {}
+    for event in log.events_of(_WRITTEN_OR_REMOVED):
+        if isinstance(event.record, CheckpointRemoved):
+            written.pop(event.record.path, None)
+        elif isinstance(event.record, CheckpointWritten):
+            written[event.record.path] = event.run, event.record
     checkpoints: _Found = {}
-    for event in log.events_of([CheckpointWritten.KIND]):
-        record = event.record
-        assert isinstance(record, CheckpointWritten)
-        if record.policy == policy and place_inside(log.path, record.path).is_dir():
-            checkpoints.setdefault(event.run, {})[record.policy_version] = record
+    for run, record in written.values():
+        if record.policy == policy and log.may_have(record.path):
+            checkpoints.setdefault(run, {})[record.policy_version] = record
     return checkpoints
 
 

@@ -48,7 +48,7 @@ from rollbook.store.secret import SECRETS, store_secret
 from rollbook.store.upkeep.checkpoints import (
     StepTaken,
     erased_trajectories,
-    folder_of,
+    is_checkpoint_of,
     remove_checkpoint,
     step_taken,
     steps_taken,
@@ -285,7 +285,7 @@ class Keeping:
             return
         self._read_on()
         run = self._config.run
-        present = [c for c in checkpoints if folder_of(self._log, c, run) is not None]
+        present = [c for c in checkpoints if is_checkpoint_of(c, run) and self._log.may_have(c.path)]
         why_each = why_kept(
             present, self._steps.values(), keep, self._named(served), lambda path: self._user_of(path, like)
         )
@@ -543,7 +543,8 @@ class Publisher:
             return
         held = [c for c in self._history.checkpoints if c.policy_version == trained.number]
         if self._syncs_from_disk():
-            held = [c for c in held if not is_sharded(place_inside(self._log.path, c.path))]
+            folders = {c.path: self._log.folder(c.path) for c in held}
+            held = [c for c in held if folders[c.path].is_dir() and not is_sharded(folders[c.path])]
         record = held[-1] if held else None
         if record is None and self._syncs_from_disk():
             record = self.checkpoints.write_weights(trained)
@@ -567,7 +568,7 @@ class Publisher:
         self._given = trained.number
         self._connected()
         if isinstance(self._transport, FromDisk):
-            self._transport.path = place_inside(self._log.path, path)
+            self._transport.path = self._log.folder(path)
         if not overlap:
             self._send(release, policy.stream_weights, only, before_cache)
             return

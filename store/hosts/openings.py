@@ -1,0 +1,68 @@
+"""Which lanes are written: a sequence in the medium that has the name of each lane when its writer takes it.
+
+Who follows reads it, so that a new lane is found by one request, however many there are, and lanes that were
+idle for long need not be looked at often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollbook.store.hosts.session import seconds
+from rollbook.store.medium.medium import OPENED, Medium
+
+KEPT = 4096
+"""Names that stay; who has missed one that is gone lists all lanes."""
+IDLE_S = 600.0
+"""A lane that was idle for so long is announced when something is put there: others look at it less often."""
+AT_ONCE = 32
+GAP_LOOK_S = 30.0
+"""Between two looks whether names were missed."""
+
+
+def announce(medium: Medium, sequence: str) -> None:
+    """Have followers look at a lane, which is going to be written.
+
+    Raises:
+        MediumError: the medium does not answer.
+    """
+    newest = medium.last(OPENED)
+    number = 0 if newest is None else newest + 1
+    while not medium.put(OPENED, number, sequence.encode()):
+        number += 1
+    if number % (KEPT // 4) == 0:
+        medium.forget(OPENED, number - KEPT)
+
+
+@dataclass(slots=True)
+class Openings:
+    """Reads the names from when it is first asked on. One thread uses it."""
+
+    medium: Medium
+    _number: int | None = None
+    """Of the entry to come; None: it is not known which lanes there are."""
+    _looked: float = 0.0
+
+    def since(self) -> list[str] | None:
+        """The sequences of lanes that were taken since the last call; None: all lanes are to be listed.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        if self._number is None or self._missed(self._number):
+            newest = self.medium.last(OPENED)
+            self._number, self._looked = 0 if newest is None else newest + 1, seconds()
+            return None
+        names: list[str] = []
+        while entries := self.medium.read(OPENED, self._number, AT_ONCE):
+            names += [entry.decode() for entry in entries]
+            self._number += len(entries)
+        return names
+
+    def _missed(self, number: int) -> bool:
+        """Whether the entry to come is gone, as this process was away for long."""
+        if seconds() - self._looked < GAP_LOOK_S:
+            return False
+        self._looked = seconds()
+        oldest = self.medium.first(OPENED)
+        return oldest is not None and oldest > number
