@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,8 @@ class Follower:
         self._medium, self._store, self._store_id, self._host = medium, store, store_id, host
         self._follow, self._take_units = follow, take_units
         self._listening, self._openings = Listening(medium), Openings(medium)
+        self._opened = deque[str]()
+        """Sequences of lanes that were taken, and are to be looked at."""
         self._lanes: dict[str, _Lane] = {}
         self._visible: dict[str, int] = {}
         self._earlier = _readable_before(store)
@@ -185,27 +188,31 @@ class Follower:
 
     def _discover(self) -> None:
         begun = seconds()
-        taken = self._openings.since()
-        for sequence in self._medium.sequences(LANES) if taken is None else taken:
-            host, lane = lane_of(sequence)
-            if host == self._host or not self._follows(lane):
-                continue
-            if lane in self._lanes:
-                self._refuse_other(lane, host)
-                self._lanes[lane].grew, self._lanes[lane].due = begun, 0.0
-                continue
-            folder = lane_folder(self._store, lane)
-            if folder.exists() and not (folder / REPLICA).exists():
-                raise CorruptionError(
-                    f"lane {lane!r} is written by {host} and by this host too: this folder is a copy of "
-                    "that one's; move it away, and join the store again"
-                )
-            replica = opened_replica(self._store, self._store_id, host, lane)
-            self._begin(replica)
-            replica.show(max(replica.visible, min(self._earlier.get(lane, 0), replica.held)))
-            self._lanes[lane] = _Lane(replica, grew=begun)
-            self._visible[lane], self._stale = replica.visible, True
+        self._opened += self._openings.since()
+        while self._opened:
+            host, lane = lane_of(self._opened[0])
+            if host != self._host and self._follows(lane):
+                self._open(host, lane, begun)
+            self._opened.popleft()
         self._discovered_at, self._discover_due = begun, begun + DISCOVER_S
+
+    def _open(self, host: str, lane: str, begun: float) -> None:
+        """Follow a lane that was taken, or look at it anew."""
+        if lane in self._lanes:
+            self._refuse_other(lane, host)
+            self._lanes[lane].grew, self._lanes[lane].due = begun, 0.0
+            return
+        folder = lane_folder(self._store, lane)
+        if folder.exists() and not (folder / REPLICA).exists():
+            raise CorruptionError(
+                f"lane {lane!r} is written by {host} and by this host too: this folder is a copy of that "
+                "one's; move it away, and join the store again"
+            )
+        replica = opened_replica(self._store, self._store_id, host, lane)
+        self._begin(replica)
+        replica.show(max(replica.visible, min(self._earlier.get(lane, 0), replica.held)))
+        self._lanes[lane] = _Lane(replica, grew=begun)
+        self._visible[lane], self._stale = replica.visible, True
 
     def _follows(self, lane: str) -> bool:
         return any(fnmatch.fnmatchcase(lane, pattern) for pattern in self._follow)

@@ -16,6 +16,7 @@ from rollbook.store.permissions import replace_small
 from rollbook.store.safe_paths import fsync_folder
 from rollbook.store.settings import read_settings
 from rollbook.store.wal.files import (
+    CARRIED_OUT,
     FENCED,
     HOST,
     REPLICA,
@@ -82,7 +83,7 @@ def _settle(store: Path, replicas: list[str]) -> None:
         remote = {"uri": settings.remote.uri, "endpoint": settings.remote.endpoint}
         values["remote"] = {key: value for key, value in remote.items() if value is not None}
     replace_small(store / "store.toml", toml_text(values).encode())
-    for name in (REPLICAS, SHARED, TOLD, HOST):
+    for name in (REPLICAS, SHARED, TOLD, CARRIED_OUT, HOST):
         (store / name).unlink(missing_ok=True)
     fsync_folder(store)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollbook.store.hosts.session import seconds
-from rollbook.store.medium.medium import OPENED, Medium
+from rollbook.store.medium.medium import LANES, OPENED, Medium
 
 KEPT = 4096
 """Names that stay; who has missed one that is gone lists all lanes."""
@@ -36,27 +36,28 @@ def announce(medium: Medium, sequence: str) -> None:
 
 @dataclass(slots=True)
 class Openings:
-    """Reads the names from when it is first asked on. One thread uses it."""
+    """Lists all lanes when it is first asked, and reads the names from then on. One thread uses it."""
 
     medium: Medium
     _number: int | None = None
     """Of the entry to come; None: it is not known which lanes there are."""
     _looked: float = 0.0
 
-    def since(self) -> list[str] | None:
-        """The sequences of lanes that were taken since the last call; None: all lanes are to be listed.
+    def since(self) -> list[str]:
+        """The sequences of lanes that were taken since the last call that returned; perhaps of all.
 
         Raises:
             MediumError: the medium does not answer.
         """
         if self._number is None or self._missed(self._number):
             newest = self.medium.last(OPENED)
+            every = self.medium.sequences(LANES)
             self._number, self._looked = 0 if newest is None else newest + 1, seconds()
-            return None
+            return every
         names: list[str] = []
-        while entries := self.medium.read(OPENED, self._number, AT_ONCE):
+        while entries := self.medium.read(OPENED, self._number + len(names), AT_ONCE):
             names += [entry.decode() for entry in entries]
-            self._number += len(entries)
+        self._number += len(names)
         return names
 
     def _missed(self, number: int) -> bool:

@@ -10,15 +10,23 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable
+from pathlib import Path
+
+import orjson
 
 from rollbook.store.errors import LaneLockedError, UpkeepError
 from rollbook.store.events import Event, TrajectoryErased
 from rollbook.store.ids import now_us
 from rollbook.store.log.store import Store
+from rollbook.store.permissions import replace_small
+from rollbook.store.safe_paths import read_small
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.erase import erase_own
 from rollbook.store.upkeep.find import find_trajectory
+from rollbook.store.wal.files import CARRIED_OUT
 
+NOTED_EVENTS = 10_000
+"""So many events are read again by the next sealer, at most."""
 LOOK_US = 60_000_000
 """Between two looks for chunks that are old."""
 
@@ -30,7 +38,7 @@ class Orders:
 
     def __init__(self, log: Store) -> None:
         self._log = log
-        self._cut: dict[str, int] = {}
+        self._noted = self._cut = _noted(log.path)
         self._waiting: list[TrajectoryErased] = []
         self._looked_us = 0
         self._forgotten: dict[str, int] = {}
@@ -56,6 +64,9 @@ class Orders:
                 self._waiting.append(order)  # its segment is still written: the next pass
             except UpkeepError as error:
                 logger.debug("nothing of it is here: %s", error)
+        if not self._waiting and (orders or sum(head.values()) > sum(self._noted.values()) + NOTED_EVENTS):
+            replace_small(self._log.path / CARRIED_OUT, orjson.dumps(head))
+            self._noted = head
         return rewritten
 
     def trim(self) -> None:
@@ -76,6 +87,15 @@ class Orders:
                     self._forgotten[lane] = newest
                 if old and units:
                     carrier.forget_chunks(lane, units[-1].last, at_once=False)
+
+
+def _noted(store: Path) -> dict[str, int]:
+    """Up to where a sealer before this one carried orders out."""
+    try:
+        cut: dict[str, int] = orjson.loads(read_small(store / CARRIED_OUT, 1 << 24))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return cut
 
 
 def _ordered(events: Iterable[Event]) -> list[TrajectoryErased]:

@@ -58,6 +58,8 @@ SHIPPED, REPLICA, FENCED, REPLICAS = "SHIPPED", "REPLICA", "FENCED", "REPLICAS"
 store's folder: how far the replicas of all lanes may be read."""
 TOLD = "TOLD"
 """In the store's folder: the sealed units of this host's lanes that other hosts know of."""
+CARRIED_OUT = "CARRIED_OUT"
+"""In the store's folder: the cut up to which this host has carried out erasures that others ordered."""
 Told = dict[str, dict[str, list[str]]]
 """A store's address in object storage -> lane -> names of units, `!` behind those that were dropped."""
 _SHIPPED = struct.Struct("<8Q")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from tests.store.hosts.conftest import Hosts, rows
 
+from rollbook.store.errors import MediumError
 from rollbook.store.events import Event
 from rollbook.store.hosts import follower, openings, shipper
 from rollbook.store.hosts.openings import Openings, announce
@@ -17,10 +18,11 @@ Note = Callable[..., Event]
 
 
 def test_names_come_in_order(medium: Medium) -> None:
-    """Of what was put before the first call, the lanes are to be listed; then each comes once."""
+    """First all lanes there are; then each that is taken, once."""
+    medium.put("lanes/a/x", 0, b"a chunk")
     announce(medium, "lanes/a/x")
     reading = Openings(medium)
-    assert reading.since() is None
+    assert reading.since() == ["lanes/a/x"]
     assert reading.since() == []
     names = [f"lanes/a/{number}" for number in range(40)]
     for name in names:
@@ -33,12 +35,13 @@ def test_who_has_missed_some_lists_all(medium: Medium, monkeypatch: pytest.Monke
     """Old names are removed; whoever was away for longer cannot know what they were."""
     monkeypatch.setattr(openings, "KEPT", 8)
     reading = Openings(medium)
-    assert reading.since() is None
+    assert reading.since() == []
+    medium.put("lanes/a/1", 0, b"a chunk")
     for number in range(30):
         announce(medium, f"lanes/a/{number}")
     assert medium.first(OPENED) > 0
     monkeypatch.setattr(openings, "GAP_LOOK_S", 0.0)
-    assert reading.since() is None
+    assert reading.since() == ["lanes/a/1"]
     announce(medium, "lanes/a/new")
     assert reading.since() == ["lanes/a/new"]
 
@@ -79,3 +82,27 @@ def test_a_lane_that_was_idle_for_long_is_heard_of(
         while len(rows(b)) < 2:
             assert time.monotonic() < begun + 10
             time.sleep(0.02)
+
+
+def test_a_lane_is_found_although_the_medium_went_away_in_between(
+    hosts: Hosts, note: Note, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name was read, and then nothing answered."""
+    a, b = hosts.open("a"), hosts.open("b")
+    medium = b.carrier.medium
+    first, failures = medium.first, [1, 2, 3]
+
+    def refuses(sequence: str) -> int | None:
+        if failures and sequence.startswith("lanes/"):
+            failures.pop()
+            raise MediumError("no answer")
+        return first(sequence)
+
+    monkeypatch.setattr(medium, "first", refuses)
+    with a.writer("serve") as writer:
+        writer.append([note("early")]).result(10)
+    until = time.monotonic() + 20
+    while rows(b) != rows(a):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert failures == []

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
 import pytest
 from tests.store.hosts.conftest import Hosts, rows
@@ -17,7 +18,7 @@ from rollbook.store.events import Event, LabelAdded, TrajectoryFinished, Traject
 from rollbook.store.medium.medium import lane_sequence
 from rollbook.store.sealed.unit import all_units, current_units
 from rollbook.store.settings import AppendSettings, MediumSettings
-from rollbook.store.upkeep import compact
+from rollbook.store.upkeep import compact, elsewhere
 from rollbook.store.upkeep.erase import erase_trajectory
 from rollbook.store.upkeep.retain import retain
 from rollbook.store.upkeep.sealer import Sealer
@@ -182,6 +183,27 @@ def test_an_erasure_reaches_every_copy(object_hosts: Hosts, storage: ObjectStora
         with rb.connect(log.path) as connection:
             held = connection.execute("select count(*) from events where trajectory_id = 't1'").fetchone()
         assert held == (15,), "its events are there, without their text, and the order to erase it"
+
+
+def test_an_order_is_carried_out_once(
+    object_hosts: Hosts, note: Note, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next sealer knows how far the one before it was."""
+    a, b = object_hosts.open("a"), object_hosts.open("b")
+    _fill(a, note)
+    b.carrier.catch_up()
+    erase_trajectory(b, "t1", "a leaked word")
+    a.carrier.catch_up()
+    erased = Mock(wraps=elsewhere.erase_own)
+    monkeypatch.setattr(elsewhere, "erase_own", erased)
+    Sealer(a).run_once(10)
+    Sealer(a).run_once(10)
+    assert erased.call_count == 1
+    erase_trajectory(b, "t2", "another one")
+    a.carrier.catch_up()
+    Sealer(a).run_once(10)
+    assert erased.call_count == 2
+    assert not any("open word" in text for _, text in rows(a).values())
 
 
 def test_retention_on_the_lane_s_host_is_everybody_s(object_hosts: Hosts, note: Note) -> None:
