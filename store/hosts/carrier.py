@@ -146,7 +146,8 @@ class Carrier:
         """
         with self._gate:
             if self._session is None or self._session.fenced is not None:
-                self.medium.put(STORE, 0, read_small(self._store / MARKER))
+                if not self.medium.read(STORE, 0):
+                    self.medium.put(STORE, 0, read_small(self._store / MARKER))
                 self._session = Session(self.medium, self.host, self.settings.lease_s, self._store / "claims")
                 self._witness = self._new_witness()
             return self._session
@@ -327,7 +328,8 @@ class Carrier:
         Raises:
             MediumError: the medium does not answer.
         """
-        return self.medium.put(f"{AGREED}/{what}", 0, value.encode())
+        said = self.medium.read(f"{AGREED}/{what}", 0)
+        return said == [value.encode()] if said else self.medium.put(f"{AGREED}/{what}", 0, value.encode())
 
     def end_lanes(self, session: str) -> None:
         """End all lanes of a session that has ended, and have what is in them here.

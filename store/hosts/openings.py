@@ -55,8 +55,10 @@ class Openings:
             self._number, self._looked = 0 if newest is None else newest + 1, seconds()
             return every
         names: list[str] = []
-        while entries := self.medium.read(OPENED, self._number + len(names), AT_ONCE):
+        most = 1  # mostly there is none, and each that is asked for is a request
+        while entries := self.medium.read(OPENED, self._number + len(names), most):
             names += [entry.decode() for entry in entries]
+            most = AT_ONCE
         self._number += len(names)
         return names
 
