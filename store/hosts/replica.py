@@ -180,6 +180,9 @@ class Replica:
         mark: tuple[int, int, int] | None = None
         while self.boundaries and self.boundaries[0][0] <= count:
             mark = self.boundaries.popleft()
+        if count > self.visible and (mark is None or mark[0] < count):
+            start = unsealed_start(self.store, self.lane)  # the frame's segment is gone: a unit holds it
+            mark = count, start.number - 1, start.before
         if mark is not None:
             self.mark(Watermark(mark[1], mark[2], mark[0]))
         self.visible = max(self.visible, count)
@@ -268,8 +271,11 @@ def _find_boundaries(replica: Replica) -> None:
     for segment in range(max(mark.segment, 1), replica.segment + 1):
         stop = replica.offset if segment == replica.segment else None
         offset = mark.offset if segment == mark.segment else 0
-        with open(open_plain(segment_path(replica.folder, segment), os.O_RDONLY), "rb") as file:
-            view = memoryview(file.read() if stop is None else file.read(stop))
+        try:
+            with open(open_plain(segment_path(replica.folder, segment), os.O_RDONLY), "rb") as file:
+                view = memoryview(file.read() if stop is None else file.read(stop))
+        except FileNotFoundError:
+            continue  # a unit holds what was in it
         while offset < len(view):
             offset, held = span_of(view, offset)
             if held > mark.next_seq:

@@ -15,6 +15,9 @@ from tests.store.hosts.conftest import Hosts, rows
 
 from rollbook import store as rb
 from rollbook.store.events import Event, LabelAdded, TrajectoryFinished, TrajectoryOpened
+from rollbook.store.hosts.replica import opened_replica
+from rollbook.store.hosts.units import take_units
+from rollbook.store.log.reader import LaneReader
 from rollbook.store.medium.medium import lane_sequence
 from rollbook.store.sealed.unit import all_units, current_units
 from rollbook.store.settings import AppendSettings, MediumSettings
@@ -116,6 +119,31 @@ def test_a_segment_that_came_in_part_before_it_was_sealed(object_hosts: Hosts, n
         assert rows(b) == rows(a)
         assert [found.fault for found in verify_store(b)] == [None]
         b.carrier.close()
+
+
+def test_a_process_that_begins_where_units_replaced_what_was_not_shown(
+    object_hosts: Hosts, note: Note
+) -> None:
+    """Some frames came, and then the unit with all of them: readers see them one after the other."""
+    a, b = object_hosts.open("a", ack="medium"), object_hosts.open("b")
+    b.carrier.close()
+    with a.writer("serve") as writer:
+        for i in range(6):
+            writer.append([note(f"{i}")]).result(10)
+    host, lane = a.carrier.host, writer.lane
+    replica = opened_replica(b.path, b.store_id, host, lane)
+    for entry in a.carrier.medium.read(lane_sequence(host, lane), 0, 4):
+        replica.take(entry)
+    assert (replica.held, replica.visible) == (4, 0)
+    Sealer(a).run_once(10)
+    take_units(b.path, replica, [str(unit.remote) for unit in current_units(a.path, lane)])
+    assert segment_numbers(lane_folder(b.path, lane)) == []
+    replica.save()
+    again = opened_replica(b.path, b.store_id, host, lane)
+    for count in (2, 3, 6):
+        again.show(count)
+        [batch] = LaneReader(b.path, lane, count - 1).poll(count)
+        assert batch["seq"].to_pylist() == [count - 1]
 
 
 def test_what_a_host_knows_of_units_stays(object_hosts: Hosts, note: Note) -> None:
