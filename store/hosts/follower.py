@@ -209,7 +209,7 @@ class Follower:
                 "one's; move it away, and join the store again"
             )
         replica = opened_replica(self._store, self._store_id, host, lane)
-        self._begin(replica)
+        self._begin(replica, begun)
         replica.show(max(replica.visible, min(self._earlier.get(lane, 0), replica.held)))
         self._lanes[lane] = _Lane(replica, grew=begun)
         self._visible[lane], self._stale = replica.visible, True
@@ -266,15 +266,15 @@ class Follower:
             logger.warning("%s", error)
         lane.failure = error if lane.looked else None
         lane.looked, lane.due = seconds(), seconds() + (LONGEST_PAUSE_S if lane.failure else 0.0)
-        self._learn_again(lane.replica)
+        self._learn_again(lane.replica, seconds())
 
-    def _begin(self, replica: Replica) -> None:
+    def _begin(self, replica: Replica, since: float) -> None:
         """Begin, or go on, behind the sealed units, where these hold more than is here: what is in them need
         not be copied."""
         segment = replica.segment
         if seconds() >= self._units_due:
             try:
-                self._learn_again(replica)
+                self._learn_again(replica, since)
             except RemoteError as error:  # chunks hold the same, as far as they are there
                 self._units_failed(error)
         if replica.segment > segment:
@@ -287,16 +287,16 @@ class Follower:
         oldest = self._medium.first(replica.sequence)
         if oldest is None or oldest <= replica.number:
             return
-        self._learn_again(replica)
+        self._learn_again(replica, seconds())
         replica.number = oldest
 
-    def _learn_again(self, replica: Replica) -> None:
-        """Have a replica's units as its owner has told of them by now.
+    def _learn_again(self, replica: Replica, since: float) -> None:
+        """Have a replica's units as its owner had told of them at a time, at least.
 
         Raises:
             StoreError: the medium, or object storage, does not answer.
         """
-        self._listening.look_whole(replica.host)
+        self._listening.look_whole(replica.host, since)
         self._take_units(replica, self._listening.of(replica.host, replica.lane))
 
     # Letting readers see ------------------------------------------------------------------------

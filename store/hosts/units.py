@@ -42,8 +42,8 @@ from rollbook.store.wal.files import (
 
 UNITS_S = 5.0
 """Between two looks whether hosts tell of other units."""
-WHOLE_S = 30.0
-"""Between two looks at a host's newest entry, whichever number it has."""
+AWAY_S = 30.0
+"""Who has not looked for so long may have missed entries that are gone."""
 _DROPPED = "!"
 """Behind the name of a unit whose files retention has removed."""
 
@@ -97,8 +97,6 @@ class _Told:
     register: Register
     value: Told = field(default_factory=dict)
     looked: float = 0.0
-    whole: float = 0.0
-    """When it was last looked whether there is a newer entry than the next one."""
 
 
 @dataclass(slots=True)
@@ -136,8 +134,8 @@ class Listening:
         self._hurried, begun = False, seconds()
         known = {host: self._hosts.get(host) for host in hosts}
         for host, told in known.items():
-            if told is None or begun - told.whole > WHOLE_S:
-                self.look_whole(host)
+            if told is None or begun - told.looked > AWAY_S:
+                self.look_whole(host, begun)
         later = [told for told in known.values() if told is not None and told.looked < begun]
         wanted = [(told.register.sequence, told.register.number + 1, 1) for told in later]
         for told, entries in zip(later, self.medium.read_each(wanted, newest=True), strict=True):
@@ -145,16 +143,18 @@ class Listening:
                 told.value = told.register.read() or {}
             told.looked = begun
 
-    def look_whole(self, host: str) -> None:
-        """See what is new of a host, also where entries that were not seen are gone.
+    def look_whole(self, host: str, since: float) -> None:
+        """See what is new of a host, also where entries that were not seen are gone; not where that was done
+        since a time (`session.seconds`).
 
         Raises:
             MediumError: the medium does not answer.
         """
         begun = seconds()
         told = self._hosts.setdefault(host, _Told(Register(self.medium, units_sequence(host))))
-        told.value = told.register.read() or {}
-        told.looked = told.whole = begun
+        if told.looked < since:
+            told.value = told.register.read() or {}
+            told.looked = begun
 
 
 def take_units(store: Path, replica: Replica, told: list[str]) -> None:
