@@ -30,12 +30,12 @@ from rollbook.store.errors import (
 from rollbook.store.hosts.claims import held_claim
 from rollbook.store.hosts.follower import Follower
 from rollbook.store.hosts.host import host_name
-from rollbook.store.hosts.lifetime import forget_chunks
+from rollbook.store.hosts.lifetime import forget_erased, forget_old
 from rollbook.store.hosts.orphans import LANE as ORPHANS
 from rollbook.store.hosts.orphans import move_orphans
 from rollbook.store.hosts.replica import Replica, boot_id, session_of
 from rollbook.store.hosts.session import Session, Witness, seconds
-from rollbook.store.hosts.shipper import SETTLED, LaneShipper, Sender, is_ended, put_fence
+from rollbook.store.hosts.shipper import SETTLED, LaneShipper, Sender, is_ended, put_empty, put_fence
 from rollbook.store.hosts.units import Telling, take_units
 from rollbook.store.ids import now_us
 from rollbook.store.log.recovery import recovered_lane
@@ -51,6 +51,7 @@ from rollbook.store.medium.medium import (
     Medium,
     lane_of,
     lane_sequence,
+    newest_chunk,
     units_sequence,
 )
 from rollbook.store.medium.open import opened_folders, opened_medium
@@ -229,15 +230,35 @@ class Carrier:
         """
         self._telling.tell()
 
-    def forget_chunks(self, lane: str, segment: int, *, at_once: bool) -> bool:
-        """Remove a lane's chunks up to a segment that is in object storage, or those that are old enough;
-        whether none of them is left.
+    def forget_old(self, lane: str, segment: int) -> None:
+        """Remove a lane's chunks up to a segment that is in object storage, once they are old enough.
 
         Raises:
             MediumError: the medium does not answer.
         """
-        before = None if at_once else now_us() - int(self.settings.keep_s * 1e6)
-        return forget_chunks(self.medium, lane_sequence(self.host, lane), segment, before)
+        before_us = now_us() - int(self.settings.keep_s * 1e6)
+        forget_old(self.medium, lane_sequence(self.host, lane), segment, before_us)
+
+    def forget_erased(self, lane: str, segment: int, sealed: int) -> bool:
+        """Remove a lane's chunks with anything of a segment or those before it, if all that they hold is in
+        object storage; whether none of them is left.
+
+        Args:
+            sealed: the last segment that is in object storage.
+
+        Raises:
+            LaneLockedError: the lane has a writer, and its newest chunk is one: it goes with the next.
+            MediumError: the medium does not answer.
+        """
+        sequence = lane_sequence(self.host, lane)
+        if forget_erased(self.medium, sequence, segment, sealed):
+            return True
+        newest = newest_chunk(self.medium, sequence)
+        if newest is None or newest.end is None or newest.end[0] > sealed:
+            return False
+        with recovered_lane(self._store, lane):  # nobody writes it: it goes once there is one behind it
+            put_empty(self._sender(), lane)
+        return forget_erased(self.medium, sequence, segment, sealed)
 
     # Folders ------------------------------------------------------------------------------------
 

@@ -502,6 +502,21 @@ def is_ended(medium: Medium, host: str, lane: str) -> bool:
     return newest is not None and newest.kind == "fence"
 
 
+def put_empty(sender: Sender, lane: str) -> None:
+    """Put a chunk without bytes, so that those before it can be removed. The caller holds the lane's lock.
+
+    Raises:
+        FencedError: another host has ended the lane.
+        MediumError: no answer.
+    """
+    folder, sequence = lane_folder(sender.store, lane), lane_sequence(sender.host, lane)
+    sender.session.add_lane(sequence)
+    at = _taken(sender, lane, sequence, folder)
+    own = (at.number, at.epoch, sender.session.name, at.next_seq)
+    sender.medium.put(sequence, at.number, encode_chunk(Chunk(sender.store_id, lane, sender.host, *own)))
+    replace_small(folder / SHIPPED, replace(at, number=at.number + 1).pack())
+
+
 def put_fence(sender: Sender, sequence: str) -> Chunk:
     """End a lane where its newest chunk ends; the fence that is there.
 

@@ -182,13 +182,12 @@ def take_units(store: Path, replica: Replica, told: list[str]) -> None:
     for name in here.keys() - {unit.name for unit in choose(here.values())}:
         shutil.rmtree(store / "sealed" / lane / name, ignore_errors=True)
     replica.skip_to(unsealed_start(store, lane))
-    # Where a segment is still read, all of this is done again.
-    done = _remove_sealed_segments(store, lane, settings.seal.keep_wal_bytes)
     for unit in current_units(store, lane):
         if unit.erased or unit.dropped_us is not None:
-            done &= _remove_segments(store, unit)
-    if done:
-        replica.units = told
+            for segment in unit.segments:
+                segment_path(replica.folder, segment.number).unlink(missing_ok=True)
+    if _remove_sealed_segments(store, lane, settings.seal.keep_wal_bytes):
+        replica.units = told  # else readers are behind, and all of this is done again
 
 
 def _manifests(store: Path, lane: str) -> dict[str, Unit]:
@@ -197,17 +196,6 @@ def _manifests(store: Path, lane: str) -> dict[str, Unit]:
         return {}
     names = [entry.name for entry in folder.iterdir() if UNIT_NAME.fullmatch(entry.name)]
     return {name: read_manifest(folder / name) for name in names}
-
-
-def _remove_segments(store: Path, unit: Unit) -> bool:
-    """Remove segments of a replica that hold what was erased, or dropped; whether none is left."""
-    folder = lane_folder(store, unit.lane)
-    newest = read_watermark(folder).segment
-    held = [number for number in segment_numbers(folder) if unit.first <= number <= unit.last]
-    for number in held:
-        if number < newest:
-            segment_path(folder, number).unlink(missing_ok=True)
-    return newest not in held
 
 
 def _remove_sealed_segments(store: Path, lane: str, keep: int) -> bool:

@@ -83,8 +83,11 @@ class Carrier(Protocol):
     def tell_units(self) -> None:
         """Let other hosts know which units of this host's lanes are in object storage."""
 
-    def forget_chunks(self, lane: str, segment: int, *, at_once: bool) -> bool:
-        """Let what is in object storage go from what carries the lane; whether none of it is left there."""
+    def forget_old(self, lane: str, segment: int) -> None:
+        """Let what is in object storage go from what carries the lane, once it is old."""
+
+    def forget_erased(self, lane: str, segment: int, sealed: int) -> bool:
+        """Let what was erased go from what carries the lane; whether nothing of it is left there."""
 
     def agree(self, what: str, value: str) -> bool:
         """Whether all hosts have this value of something."""

@@ -79,14 +79,13 @@ class Orders:
         for lane in self._log.own_lanes():
             units = [unit for unit in current_units(self._log.path, lane) if unit.remote is not None]
             erased = [unit.last for unit in units if unit.erased]
-            with contextlib.suppress(LaneLockedError):
-                newest = max(erased, default=0)
-                if newest > self._forgotten.get(lane, 0) and carrier.forget_chunks(
-                    lane, newest, at_once=True
-                ):
-                    self._forgotten[lane] = newest
-                if old and units:
-                    carrier.forget_chunks(lane, units[-1].last, at_once=False)
+            if old and units:
+                carrier.forget_old(lane, units[-1].last)
+            newest = max(erased, default=0)
+            if newest > self._forgotten.get(lane, 0):
+                with contextlib.suppress(LaneLockedError):
+                    if carrier.forget_erased(lane, newest, units[-1].last):
+                        self._forgotten[lane] = newest
 
 
 def _noted(store: Path) -> dict[str, int]:

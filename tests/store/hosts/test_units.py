@@ -3,6 +3,7 @@ all."""
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import Mock
 
+import pyarrow.parquet as pq
 import pytest
 from tests.store.hosts.conftest import Hosts, rows
 
@@ -18,6 +20,7 @@ from rollbook.store.events import Event, LabelAdded, TrajectoryFinished, Traject
 from rollbook.store.hosts.replica import opened_replica
 from rollbook.store.hosts.units import take_units
 from rollbook.store.log.reader import LaneReader
+from rollbook.store.medium.chunk import decode_chunk
 from rollbook.store.medium.medium import lane_sequence
 from rollbook.store.sealed.unit import all_units, current_units
 from rollbook.store.settings import AppendSettings, MediumSettings
@@ -50,11 +53,22 @@ def _fill(log, note: Note) -> str:
 def _everywhere(hosts: Hosts, storage: ObjectStorage) -> dict[str, bytes]:
     """All bytes of all hosts and of the bucket, unpacked where they are chunks or Parquet."""
     found = {str(path): path.read_bytes() for path in hosts.folder.rglob("*") if path.is_file()}
-    listed = storage.client.list_objects_v2(Bucket=storage.BUCKET).get("Contents", [])
-    for entry in listed:
-        body = storage.client.get_object(Bucket=storage.BUCKET, Key=entry["Key"])["Body"].read()
-        found[entry["Key"]] = body
-    return found
+    found |= {key: storage.read(key) for key in storage.objects()}
+    return {name: _unpacked(data) for name, data in found.items()}
+
+
+def _forget(log, lane: str) -> None:
+    """Remove all chunks whose bytes are in units in object storage."""
+    last = current_units(log.path, lane)[-1].last
+    log.carrier.forget_erased(lane, last, last)
+
+
+def _unpacked(data: bytes) -> bytes:
+    if data.startswith(b"RBMC"):
+        return b"".join(bytes(part.data) for part in decode_chunk(data, "test").parts)
+    if data.startswith(b"PAR1"):
+        return str(pq.read_table(io.BytesIO(data)).to_pylist()).encode()
+    return data
 
 
 def test_units_are_read_where_they_are_and_a_late_host_needs_no_chunks(
@@ -71,7 +85,7 @@ def test_units_are_read_where_they_are_and_a_late_host_needs_no_chunks(
     sequence = lane_sequence(a.carrier.host, lane)
     with a.writer("serve") as writer:
         writer.append([note("later")]).result(10)
-    a.carrier.forget_chunks(lane, units[-1].last, at_once=True)
+    _forget(a, lane)
     assert a.carrier.medium.first(sequence) > 0
     c = object_hosts.open("c")
     b.carrier.catch_up()
@@ -175,7 +189,7 @@ def test_a_host_that_was_away_for_longer_than_chunks_stay(object_hosts: Hosts, n
             writer.append([note(f"x{i}" * 100)]).result(10)
         lane = writer.lane
     Sealer(a).run_once(10)
-    a.carrier.forget_chunks(lane, current_units(a.path, lane)[-1].last, at_once=True)
+    _forget(a, lane)
     b = object_hosts.open("b")
     assert rows(b) == rows(a)
     assert len(rows(b)) == 30
@@ -211,6 +225,35 @@ def test_an_erasure_reaches_every_copy(object_hosts: Hosts, storage: ObjectStora
         with rb.connect(log.path) as connection:
             held = connection.execute("select count(*) from events where trajectory_id = 't1'").fetchone()
         assert held == (15,), "its events are there, without their text, and the order to erase it"
+
+
+def test_what_stands_last_in_a_lane_is_erased_too(
+    object_hosts: Hosts, storage: ObjectStorage, note: Note
+) -> None:
+    """Nobody writes the lane any more, so that its newest chunk, and the newest segment of its replica, are
+    those with the text."""
+    a, b = object_hosts.open("a"), object_hosts.open("b")
+    with a.writer("serve") as writer:
+        writer.append([Event(TrajectoryOpened("t1", "t1"), "r"), note(f"{SECRET} {'x' * 99}", "t1")]).result(
+            10
+        )
+        writer.append([Event(TrajectoryFinished("t1"), "r")]).result(10)
+    Sealer(a).run_once(10)
+    b.carrier.catch_up()
+    erase_trajectory(b, "t1", "a leaked word")
+    a.carrier.catch_up()
+    for _ in range(2):
+        Sealer(a).run_once(10)
+    b.carrier.catch_up()
+    left = [name for name, data in _everywhere(object_hosts, storage).items() if SECRET.encode() in data]
+    assert left == []
+    with a.writer("serve") as writer:
+        writer.append([note("later", "t2")]).result(10)
+    b.carrier.catch_up()
+    assert rows(a) == rows(b)
+    assert len(rows(b)) == 5
+    c = object_hosts.open("c")
+    assert rows(c) == rows(b)
 
 
 def test_an_order_is_carried_out_once(
@@ -322,7 +365,8 @@ def test_a_lane_that_was_ended_is_merged_and_erased_for_all(
     assert rows(b) == rows(a)
     erase_trajectory(b, "t1", "a leaked word")
     a.carrier.catch_up()
-    Sealer(a).run_once(10)
+    for _ in range(2):
+        Sealer(a).run_once(10)
     b.carrier.catch_up()
     assert rows(b) == rows(a)
     left = [name for name, data in _everywhere(object_hosts, storage).items() if SECRET.encode() in data]
