@@ -181,11 +181,17 @@ class Replica:
         while self.boundaries and self.boundaries[0][0] <= count:
             mark = self.boundaries.popleft()
         if count > self.visible and (mark is None or mark[0] < count):
-            start = unsealed_start(self.store, self.lane)  # the frame's segment is gone: a unit holds it
-            mark = count, start.number - 1, start.before
+            start = unsealed_start(self.store, self.lane)
+            if self.marked().next_seq < count <= start.next_seq:  # the frame's segment is gone, for a unit
+                mark = count, start.number - 1, start.before
         if mark is not None:
             self.mark(Watermark(mark[1], mark[2], mark[0]))
         self.visible = max(self.visible, count)
+
+    def marked(self) -> Watermark:
+        """The watermark that is written."""
+        there = (self.folder / "WATERMARK").exists()
+        return read_watermark(self.folder) if there else Watermark(1, 0, 0)
 
     def mark(self, mark: Watermark) -> None:
         """Write the watermark. It is not synced: after a start of the machine all is checked again."""
@@ -267,7 +273,7 @@ def _find_boundaries(replica: Replica) -> None:
     """The frames that are here and may not be read yet, by their headers."""
     if replica.held <= replica.visible:
         return
-    mark = read_watermark(replica.folder) if (replica.folder / "WATERMARK").exists() else Watermark(1, 0, 0)
+    mark = replica.marked()
     for segment in range(max(mark.segment, 1), replica.segment + 1):
         stop = replica.offset if segment == replica.segment else None
         offset = mark.offset if segment == mark.segment else 0

@@ -158,6 +158,17 @@ def test_a_process_that_begins_where_units_replaced_what_was_not_shown(
         again.show(count)
         [batch] = LaneReader(b.path, lane, count - 1).poll(count)
         assert batch["seq"].to_pylist() == [count - 1]
+    with a.writer("serve") as writer:
+        writer.append([note("in a segment of its own")]).result(10)
+    for entry in a.carrier.medium.read(again.sequence, again.number, 32):
+        again.take(entry)
+    again.visible = 0  # what was shown is not written down before the process is killed
+    again.save()
+    again.show(7)
+    last = opened_replica(b.path, b.store_id, host, lane)
+    last.show(7)
+    seqs = [seq for batch in LaneReader(b.path, lane).poll(7) for seq in batch["seq"].to_pylist()]
+    assert seqs == list(range(7))
 
 
 def test_what_a_host_knows_of_units_stays(object_hosts: Hosts, note: Note) -> None:
