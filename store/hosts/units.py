@@ -178,6 +178,18 @@ def take_units(store: Path, replica: Replica, told: list[str]) -> None:
                 unit = read_remote_unit(*remote_place(address, settings.remote), address)
             make_folder(unit_folder(store, unit))
             write_manifest(unit_folder(store, unit), unit)
+    if settle(store, replica, settings.seal.keep_wal_bytes):
+        replica.units = told  # else readers are behind, and all of this is done again
+
+
+def settle(store: Path, replica: Replica, keep: int) -> bool:
+    """Go on behind the units whose manifests are here, and remove what they replace; whether readers are past
+    all that is in them.
+
+    Args:
+        keep: so many bytes of segments stay that are in units.
+    """
+    lane = replica.lane
     here = _manifests(store, lane)
     for name in here.keys() - {unit.name for unit in choose(here.values())}:
         shutil.rmtree(store / "sealed" / lane / name, ignore_errors=True)
@@ -186,8 +198,7 @@ def take_units(store: Path, replica: Replica, told: list[str]) -> None:
         if unit.erased or unit.dropped_us is not None:
             for segment in unit.segments:
                 segment_path(replica.folder, segment.number).unlink(missing_ok=True)
-    if _remove_sealed_segments(store, lane, settings.seal.keep_wal_bytes):
-        replica.units = told  # else readers are behind, and all of this is done again
+    return _remove_sealed_segments(store, lane, keep)
 
 
 def _manifests(store: Path, lane: str) -> dict[str, Unit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +15,12 @@ from rollbook.store.errors import CorruptionError
 from rollbook.store.events import Event, LabelAdded
 from rollbook.store.hosts.replica import Replica, opened_replica
 from rollbook.store.hosts.shipper import read_parts
+from rollbook.store.hosts.units import settle
 from rollbook.store.ids import new_id
+from rollbook.store.log.reader import LaneReader
 from rollbook.store.medium.chunk import Chunk, Part, decode_chunk, encode_chunk
-from rollbook.store.settings import AppendSettings
+from rollbook.store.sealed.seal import seal_segments
+from rollbook.store.settings import AppendSettings, SealSettings
 from rollbook.store.wal.files import Shipped, lane_folder, read_watermark, segment_numbers, segment_path
 
 STORE = "01900000-0000-7000-8000-0000000000aa"
@@ -77,6 +81,41 @@ def test_any_chunks_give_the_same_files(
         whole = segment_path(source, number).read_bytes()
         assert whole.startswith(segment_path(there, number).read_bytes())
     assert read_watermark(there).next_seq == len(sizes)
+
+
+@given(
+    most=st.integers(64, 4_000),
+    sizes=st.lists(st.integers(0, 1_500), min_size=4, max_size=12),
+    program=st.data(),
+)
+def test_units_that_come_at_any_time_change_nothing_for_readers(
+    most: int, sizes: list[int], program: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Between any chunks, before or behind what may be read, and wherever the follower begins again, with or
+    without having written down where it was: what may be read can be."""
+    folder = tmp_path_factory.mktemp("units")
+    source = _lane(folder / "a", ["v" * size for size in sizes])
+    entries = _chunks(source, most)
+    sealed = segment_numbers(source)[: program.draw(st.integers(1, 3))]
+    units = [seal_segments(folder / "a", "x", [number], SealSettings()) for number in sealed]
+    replica, known = _replica(folder / "b"), 0
+    steps = st.sampled_from(["take", "take", "show", "units", "save", "begin"])
+    for step in program.draw(st.lists(steps, max_size=25)):
+        if step == "take":
+            replica.take(entries[replica.number]) if replica.number < len(entries) else None
+        elif step == "show":
+            replica.show(program.draw(st.integers(replica.visible, replica.held)))
+        elif step == "units" and known < len(units):
+            name = units[known].name
+            shutil.copytree(folder / "a" / "sealed" / "x" / name, folder / "b" / "sealed" / "x" / name)
+            settle(folder / "b", replica, program.draw(st.sampled_from([0, 1 << 20])))
+            known += 1
+        elif step == "save":
+            replica.save()
+        elif step == "begin":
+            replica = _replica(folder / "b")
+        batches = LaneReader(folder / "b", "x").poll(replica.visible) if replica.visible else ()
+        assert [seq for batch in batches for seq in batch["seq"].to_pylist()] == list(range(replica.visible))
 
 
 def test_a_follower_that_begins_again_within_a_frame(tmp_path: Path) -> None:
