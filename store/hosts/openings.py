@@ -1,7 +1,8 @@
-"""Which lanes are written: a sequence in the medium that has the name of each lane when its writer takes it.
+"""Which lanes are written: a sequence in the medium that has the name of a lane once its writer has begun.
 
 Who follows reads it, so that a new lane is found by one request, however many there are, and lanes that were
-idle for long need not be looked at often.
+idle for long need not be looked at often. A name comes behind the lane's first chunk: whoever has listed the
+lanes before that chunk was there has yet to read the name.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ GAP_LOOK_S = 30.0
 
 
 def announce(medium: Medium, sequence: str) -> None:
-    """Have followers look at a lane, which is going to be written.
+    """Have followers look at a lane, in which something was put.
 
     Raises:
         MediumError: the medium does not answer.

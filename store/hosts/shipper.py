@@ -92,8 +92,8 @@ class LaneShipper:
         self._folder = lane_folder(sender.store, lane)
         self._sequence = lane_sequence(sender.host, lane)
         sender.session.add_lane(self._sequence)
-        announce(sender.medium, self._sequence)
-        self._put_at = time.monotonic()
+        self._put_at: float | None = None
+        self._announced = False
         self._at = _taken(sender, lane, self._sequence, self._folder)
         self._fd = open_file(self._folder / SHIPPED, os.O_RDWR | os.O_CREAT)
         self._move(self._at)
@@ -268,18 +268,26 @@ class LaneShipper:
             MediumError: no answer.
         """
         if self._unanswered is None:
+            self._announce()
             return 0
         chunk, entry, end = self._unanswered
-        if time.monotonic() - self._put_at > IDLE_S:
-            announce(self._sender.medium, self._sequence)
-        self._put_at = time.monotonic()
         if not self._sender.medium.put(self._sequence, chunk.number, entry):
             other = read_chunk(self._sender.medium, self._sequence, chunk.number)
             raise _fence_error(chunk if other is None else other)
         self._unanswered = None
         self._cut = {**self._cut, **chunk.cut}
         self._move(end)
+        now = time.monotonic()
+        self._announced = self._announced and self._put_at is not None and now - self._put_at < IDLE_S
+        self._put_at = now
+        self._announce()
         return sum(len(part.data) for part in chunk.parts)
+
+    def _announce(self) -> None:
+        """Let followers know of the lane, once something is there that they would list."""
+        if self._put_at is not None and not self._announced:
+            announce(self._sender.medium, self._sequence)
+            self._announced = True
 
     def _move(self, at: Shipped) -> None:
         os.pwrite(self._fd, at.pack(), 0)
@@ -537,4 +545,5 @@ def put_fence(sender: Sender, sequence: str) -> Chunk:
         epoch = 1 if last is None else last.epoch + 1
         mine = Chunk(sender.store_id, lane, host, number, epoch, sender.session.name, end, "fence")
         if medium.put(sequence, number, encode_chunk(mine)):
+            announce(medium, sequence)
             return mine

@@ -20,7 +20,7 @@ LANES, UNITS, SESSIONS, CLAIMS = "lanes", "units", "sessions", "claims"
 AGREED = "agreed"
 """The first part of sequences of one entry, in which hosts find what all of them must have."""
 OPENED = "opened"
-"""The sequence that has the name of each lane's sequence, when a writer takes the lane."""
+"""The sequence that has the name of each lane's sequence, once its writer has put something."""
 STORE = "store"
 """The sequence whose one entry is the store's marker, by which a host knows what it joins."""
 Wanted = tuple[str, int, int]

@@ -64,6 +64,21 @@ def test_a_new_lane_is_found_without_listing(
     assert len(rows(b)) == 2
 
 
+def test_a_lane_that_is_taken_before_a_follower_begins_and_written_afterwards(
+    hosts: Hosts, note: Note
+) -> None:
+    """The follower has listed lanes, and this one was not among them."""
+    a = hosts.open("a")
+    hosts.open("b").carrier.close()
+    with a.writer("serve") as writer:
+        b = hosts.open("b")
+        writer.append([note("late")]).result(10)
+        until = time.monotonic() + 20
+        while rows(b) != rows(a):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
 def test_a_lane_that_was_idle_for_long_is_heard_of(
     folder_hosts: Hosts, note: Note, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +86,8 @@ def test_a_lane_that_was_idle_for_long_is_heard_of(
     a, b = folder_hosts.open("a"), folder_hosts.open("b")
     with a.writer("serve") as writer:
         writer.append([note("early")]).result(10)
-        b.carrier.catch_up()
+        while not rows(b):
+            b.carrier.catch_up()
         for module in (follower, shipper):
             monkeypatch.setattr(module, "IDLE_S", 0.2)
         monkeypatch.setattr(follower, "LONGEST_PAUSE_S", 60.0)
