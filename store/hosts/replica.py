@@ -247,6 +247,7 @@ def opened_replica(store: Path, store_id: str, host: str, lane: str) -> Replica:
         replica.chain = bytes.fromhex(values["chain"])
         replica.pending = deque(Pending(end, needs) for end, needs in values["pending"])
         _find_boundaries(replica)
+        replica.skip_to(unsealed_start(store, lane))  # units came, and what they replaced went, since
     else:
         _check_again(replica)
     return replica

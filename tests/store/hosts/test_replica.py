@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rollbook import store as rb
@@ -88,6 +88,7 @@ def test_any_chunks_give_the_same_files(
     sizes=st.lists(st.integers(0, 1_500), min_size=4, max_size=12),
     program=st.data(),
 )
+@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink takes minutes
 def test_units_that_come_at_any_time_change_nothing_for_readers(
     most: int, sizes: list[int], program: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
