@@ -184,8 +184,7 @@ def _configure(path: Path, medium: Medium, ack: str) -> OwnMediumSettings:
     """Let a store go over a medium, as its first host, straight to the storage server."""
     endpoint = medium.storage_url if medium.brokers is None else None
     settings = OwnMediumSettings.model_validate({"url": medium.url, "endpoint": endpoint, "ack": ack})
-    chosen = settings.model_dump(mode="json", exclude_none=True)
-    (path / "store.toml").write_text(toml_text({"medium": chosen}))
+    (path / "store.toml").write_text(toml_text({"medium": settings.table()}))
     return settings
 
 

@@ -240,8 +240,7 @@ class Stage:
 
     def configure(self, host: str) -> None:
         """Write a host's settings, and the secret that all share."""
-        own = self.settings().model_dump(mode="json", exclude_none=True)
-        tables = {"medium": own, "remote": self.remote().model_dump(mode="json"), **SMALL}
+        tables = {"medium": self.settings().table(), "remote": self.remote().table(), **SMALL}
         (self.store(host) / "store.toml").write_text(toml_text(tables))
         shutil.copy(self.folder / SECRET, self.store(host) / SECRET)
         (self.store(host) / SECRET).chmod(0o600)

@@ -19,6 +19,10 @@ MIB = 1 << 20
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    def table(self) -> dict[str, Any]:
+        """Its keys as they are in `store.toml`, but for those that say nothing."""
+        return self.model_dump(mode="json", exclude_none=True)
+
 
 class AppendSettings(_Section):
     """How a lane's writer groups commits and cuts segments."""

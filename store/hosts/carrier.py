@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -33,7 +34,7 @@ from rollbook.store.hosts.host import host_name
 from rollbook.store.hosts.lifetime import forget_erased, forget_old
 from rollbook.store.hosts.orphans import LANE as ORPHANS
 from rollbook.store.hosts.orphans import move_orphans
-from rollbook.store.hosts.replica import Replica, boot_id, session_of
+from rollbook.store.hosts.replica import boot_id, session_of
 from rollbook.store.hosts.session import Session, Witness, seconds
 from rollbook.store.hosts.shipper import SETTLED, LaneShipper, Sender, is_ended, put_empty, put_fence
 from rollbook.store.hosts.units import Telling, take_units
@@ -469,7 +470,12 @@ class Carrier:
 
     def _follow(self) -> None:
         follower = Follower(
-            self.medium, self._store, self._store_id, self.host, self.settings.follow, self._take_units
+            self.medium,
+            self._store,
+            self._store_id,
+            self.host,
+            self.settings.follow,
+            partial(take_units, self._store),
         )
         self._follower = follower
         try:
@@ -523,9 +529,6 @@ class Carrier:
         values["failure"] = None if now.failure is None else str(now.failure)
         with contextlib.suppress(OSError):  # a full disk: the others wait
             replace_small(self._store / "claims" / AS_OF, orjson.dumps(values))
-
-    def _take_units(self, replica: Replica, told: list[str]) -> None:
-        take_units(self._store, replica, told)
 
     def close(self) -> None:
         """Stop following, and end the session. Safe to call twice."""

@@ -58,9 +58,9 @@ def join(
             f"{url} holds no store: name the address as `rollbook store info` says it on another host"
         )
     with made_whole(folder, marker[0]) as building:
-        tables = {"medium": own.model_dump(mode="json", exclude_none=True)}
+        tables = {"medium": own.table()}
         if remote is not None:
-            tables["remote"] = remote.model_dump(mode="json", exclude_none=True)
+            tables["remote"] = remote.table()
         make_empty(building / "store.toml").write_text(toml_text(tables))
         read_settings(building)
     try:

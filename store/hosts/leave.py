@@ -80,8 +80,7 @@ def _settle(store: Path, replicas: list[str]) -> None:
     settings, values = read_settings(store), _values(store / "store.toml")
     values.pop("medium", None)
     if settings.remote.uri is not None:
-        remote = {"uri": settings.remote.uri, "endpoint": settings.remote.endpoint}
-        values["remote"] = {key: value for key, value in remote.items() if value is not None}
+        values["remote"] = settings.remote.table()
     replace_small(store / "store.toml", toml_text(values).encode())
     for name in (REPLICAS, SHARED, TOLD, CARRIED_OUT, HOST):
         (store / name).unlink(missing_ok=True)

@@ -61,10 +61,9 @@ def first_behind(medium: Medium, sequence: str, segment: int, before_us: int | N
     while low < high:
         middle = at = (low + high) // 2
         chunk = read_chunk(medium, sequence, at)
-        while (
-            chunk is not None and chunk.end is None and at > low
-        ):  # one without bytes goes with those before
-            at -= 1  # one without bytes goes with those before it
+        # One without bytes goes with those before it.
+        while chunk is not None and chunk.end is None and at > low:
+            at -= 1
             chunk = read_chunk(medium, sequence, at)
         if chunk is None:
             break

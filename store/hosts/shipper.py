@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -92,8 +93,7 @@ class LaneShipper:
         self._folder = lane_folder(sender.store, lane)
         self._sequence = lane_sequence(sender.host, lane)
         sender.session.add_lane(self._sequence)
-        self._put_at: float | None = None
-        self._announced = False
+        self._put_at, self._unannounced = -math.inf, False
         self._at = _taken(sender, lane, self._sequence, self._folder)
         self._fd = open_file(self._folder / SHIPPED, os.O_RDWR | os.O_CREAT)
         self._move(self._at)
@@ -278,16 +278,16 @@ class LaneShipper:
         self._cut = {**self._cut, **chunk.cut}
         self._move(end)
         now = time.monotonic()
-        self._announced = self._announced and self._put_at is not None and now - self._put_at < IDLE_S
+        self._unannounced |= now - self._put_at >= IDLE_S
         self._put_at = now
         self._announce()
         return sum(len(part.data) for part in chunk.parts)
 
     def _announce(self) -> None:
         """Let followers know of the lane, once something is there that they would list."""
-        if self._put_at is not None and not self._announced:
+        if self._unannounced:
             announce(self._sender.medium, self._sequence)
-            self._announced = True
+            self._unannounced = False
 
     def _move(self, at: Shipped) -> None:
         os.pwrite(self._fd, at.pack(), 0)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollbook.store.hosts.units import UNITS_S
+
 MONTH_S = 30 * 86_400
-UNITS_S = 5.0
-"""Between two looks at what a host tells of its units (`hosts.units`)."""
 GB = 1e9
 
 

@@ -297,12 +297,17 @@ def while_replaced(store: Path, lane: str, read: Callable[[list[Unit]], _T]) -> 
         try:
             return read(units)
         except CorruptionError:
-            while (same := current_units(store, lane) == units) and is_replica(store, lane):
-                if time.monotonic() > until:
-                    break
-                time.sleep(0.1)
-            if same:
+            if not _replaced_by(until, store, lane, units):
                 raise
+
+
+def _replaced_by(until: float, store: Path, lane: str, units: list[Unit]) -> bool:
+    """Whether a lane has other units than these; of another host's lane that is waited for, until a time."""
+    while current_units(store, lane) == units:
+        if not is_replica(store, lane) or time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def choose(units: Iterable[Unit]) -> list[Unit]:

@@ -116,9 +116,11 @@ def _is_read_elsewhere(unit: Unit, current: Sequence[Unit], told: Collection[str
     Args:
         told: the lane's units that other hosts know of.
     """
+    if unit.remote is None:
+        return False
+    if unit.name in told:
+        return True
     replacing = [other for other in current if other.first <= unit.last and unit.first <= other.last]
-    if unit.remote is None or unit.name in told:
-        return unit.remote is not None
     erased = any(len(other.erased) > len(unit.erased) for other in replacing)
     return not erased and now_us() - max(other.sealed_us for other in replacing) < READ_S * 1e6
 

@@ -17,7 +17,7 @@ import orjson
 from rollbook.store.errors import LaneLockedError, UpkeepError
 from rollbook.store.events import Event, TrajectoryErased
 from rollbook.store.ids import now_us
-from rollbook.store.log.store import Store
+from rollbook.store.log.store import Carrier, Store
 from rollbook.store.permissions import replace_small
 from rollbook.store.safe_paths import read_small
 from rollbook.store.sealed.unit import current_units
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 class Orders:
     """Carries out, in one host's lanes, what was ordered in others'."""
 
-    def __init__(self, log: Store) -> None:
-        self._log = log
+    def __init__(self, log: Store, carrier: Carrier) -> None:
+        self._log, self._carrier = log, carrier
         self._noted = self._cut = _noted(log.path)
         self._waiting: list[TrajectoryErased] = []
         self._looked_us = 0
@@ -51,40 +51,43 @@ class Orders:
         Raises:
             CorruptionError: a file that must be read is damaged.
         """
-        if self._log.carrier is None:
-            return []
         head = self._log.head()
-        orders = (*self._waiting, *_ordered(self._log.events_of({TrajectoryErased.KIND}, head, self._cut)))
-        self._cut, self._waiting, rewritten = head, [], list[str]()
+        self._waiting += _ordered(self._log.events_of({TrajectoryErased.KIND}, head, self._cut))
+        self._cut, orders, rewritten = head, list(self._waiting), list[str]()
         for order in orders:
             try:
                 target = find_trajectory(self._log, order.trajectory_id)
                 rewritten += erase_own(self._log, target, keep_tokens=order.tokens_kept).units
             except LaneLockedError:
-                self._waiting.append(order)  # its segment is still written: the next pass
+                continue  # its segment is still written: the next pass
             except UpkeepError as error:
                 logger.debug("nothing of it is here: %s", error)
+            self._waiting.remove(order)  # not where something else failed: it is tried again
         if not self._waiting and (orders or sum(head.values()) > sum(self._noted.values()) + NOTED_EVENTS):
             replace_small(self._log.path / CARRIED_OUT, orjson.dumps(head))
             self._noted = head
         return rewritten
 
     def trim(self) -> None:
-        """Remove chunks whose units are in object storage: those that are old, and of what was erased all."""
-        carrier, now = self._log.carrier, now_us()
-        if carrier is None:
-            return
+        """Tell other hosts which units are in object storage, and remove chunks that they replace: those that
+        are old, and all of what was erased.
+
+        Raises:
+            MediumError: the medium does not answer.
+        """
+        self._carrier.tell_units()
+        now = now_us()
         old = now - self._looked_us > LOOK_US
         self._looked_us = now if old else self._looked_us
         for lane in self._log.own_lanes():
             units = [unit for unit in current_units(self._log.path, lane) if unit.remote is not None]
             erased = [unit.last for unit in units if unit.erased]
             if old and units:
-                carrier.forget_old(lane, units[-1].last)
+                self._carrier.forget_old(lane, units[-1].last)
             newest = max(erased, default=0)
             if newest > self._forgotten.get(lane, 0):
                 with contextlib.suppress(LaneLockedError):
-                    if carrier.forget_erased(lane, newest, units[-1].last):
+                    if self._carrier.forget_erased(lane, newest, units[-1].last):
                         self._forgotten[lane] = newest
 
 

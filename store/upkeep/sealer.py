@@ -115,7 +115,7 @@ class Sealer:
         self._on_step = on_step
         self._derived: set[tuple[str, str]] = set()
         self._noted: dict[str, list[Unit]] = {}
-        self._orders = Orders(store)
+        self._orders = None if store.carrier is None else Orders(store, store.carrier)
         self._published: dict[str, list[Unit]] | None = None
         self._unpublished: str | None = None
 
@@ -144,11 +144,11 @@ class Sealer:
 
     def _for_others(self) -> None:
         """Carry out what other hosts ordered, and let chunks go that sealed units replace."""
+        if self._orders is None:
+            return
         try:
             self._orders.carry_out()
-            if self._store.carrier is not None:
-                self._store.carrier.tell_units()
-            self._orders.trim()  # what is in units that others know of
+            self._orders.trim()
         except StoreError as error:
             logger.warning("what other hosts ordered is tried again: %s", error)
 

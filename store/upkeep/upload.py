@@ -27,6 +27,7 @@ from rollbook.store.sealed.remote import (
     UPLOADING,
     explained,
     put,
+    read_remote_unit,
     remote_folder,
     remote_place,
     remove_remote_files,
@@ -39,7 +40,6 @@ from rollbook.store.sealed.unit import (
     current_units,
     lane_units_folder,
     manifest_bytes,
-    parse_manifest,
     read_manifest,
     unit_folder,
     with_remote,
@@ -194,7 +194,7 @@ def _refuse_others(log: Store, lane: str, settings: RemoteSettings) -> None:
         infos = system.get_file_info(fs.FileSelector(path, recursive=True, allow_not_found=True))
         whole = {Path(info.path).parent.name for info in infos if info.base_name == MANIFEST}
         for name in whole & {unit.name for unit in all_units(log.path, lane) if unit.remote is None}:
-            _refuse_another(system, f"{path}/{name}/{MANIFEST}", log, lane, name)
+            _refuse_another(system, f"{path}/{name}", log, lane, name)
     # The local folder of a replaced unit is kept until its remote files are removed.
     here = {folder.name for folder in lane_units_folder(log.path, lane).iterdir()}
     here |= {name.removeprefix(".").removesuffix(GONE) for name in here}
@@ -204,11 +204,10 @@ def _refuse_others(log: Store, lane: str, settings: RemoteSettings) -> None:
 
 def _refuse_another(system: fs.FileSystem, path: str, log: Store, lane: str, name: str) -> None:
     """Check that a remote unit of the same name has the same content, so that this store uploaded it."""
-    with system.open_input_stream(path) as stream:
-        theirs = parse_manifest(stream.read(), path)
+    theirs = read_remote_unit(system, path, f"s3://{path}")
     ours = read_manifest(lane_units_folder(log.path, lane) / name)
     if (theirs.segments, theirs.files) != (ours.segments, ours.files):
-        raise _two_copies(f"s3://{path}")
+        raise _two_copies(f"s3://{path}/{MANIFEST}")
 
 
 def _two_copies(address: str) -> StoreError:

@@ -35,8 +35,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Run,
     for run in (first, second):
         (run.folder / "online.toml").write_text(config)
     log = rb.open(first.store, create=True)
-    chosen = settings.model_dump(mode="json", exclude_none=True)
-    (first.store / "store.toml").write_text(toml_text({"medium": chosen}))
+    (first.store / "store.toml").write_text(toml_text({"medium": settings.table()}))
     say_in_medium(log, settings)
     join(second.store, f"{settings.url}/{log.store_id}", settings)
     with ray_nodes({}):

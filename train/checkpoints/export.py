@@ -200,16 +200,14 @@ _Found = dict[str, dict[int, CheckpointWritten]]
 def _checkpoints(log: Store, policy: str) -> _Found:
     """The policy's checkpoints whose folders exist, or may on other hosts; the newest of a version that has
     several."""
-    written: dict[str, tuple[str, CheckpointWritten]] = {}
+    events: dict[str, list[Event]] = {}
     for event in log.events_of(_WRITTEN_OR_REMOVED):
-        if isinstance(event.record, CheckpointRemoved):
-            written.pop(event.record.path, None)
-        elif isinstance(event.record, CheckpointWritten):
-            written[event.record.path] = event.run, event.record
+        events.setdefault(event.run, []).append(event)
     checkpoints: _Found = {}
-    for run, record in written.values():
-        if record.policy == policy and log.may_have(record.path):
-            checkpoints.setdefault(run, {})[record.policy_version] = record
+    for run, of_run in events.items():
+        for record in held_and_removed(of_run)[0]:
+            if record.policy == policy and log.may_have(record.path):
+                checkpoints.setdefault(run, {})[record.policy_version] = record
     return checkpoints
 
 

@@ -36,8 +36,7 @@ class Hosts:
         self._write_settings(folder / "a", settings)
 
     def _write_settings(self, folder: Path, settings: MediumSettings) -> None:
-        chosen = settings.model_dump(mode="json", exclude_none=True)
-        (folder / "store.toml").write_text(toml_text({"medium": chosen, **self.tables}))
+        (folder / "store.toml").write_text(toml_text({"medium": settings.table(), **self.tables}))
 
     def open(self, name: str, **changes: object) -> LogStore:
         """One process of a host; the host is made where it is not there yet."""

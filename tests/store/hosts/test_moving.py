@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 from tests.store.hosts.conftest import Hosts, rows
+from typer.testing import CliRunner
 
 from rollbook import store as rb
+from rollbook.cli.app import app
 from rollbook.store import Store
-from rollbook.store.errors import LaneLockedError
+from rollbook.store.errors import ConfigError, LaneLockedError
 from rollbook.store.events import Event, LabelAdded
 from rollbook.store.hosts.leave import leave
 from rollbook.store.sealed.parquet import same_bits
 from rollbook.store.sealed.seal import seal_closed
-from rollbook.store.settings import MediumSettings, SealSettings
+from rollbook.store.settings import MediumSettings, SealSettings, read_settings
 from rollbook.store.upkeep.sealer import Sealer
 from rollbook.store.upkeep.verify import verify_store
 
@@ -61,3 +63,17 @@ def test_in_and_out_again(
         if path.name in ("REPLICA", "FOLLOWED", "SHIPPED", "HOST")
     }
     assert left == set()
+
+
+def test_a_host_that_joins_is_told_where_sealed_files_are(folder_hosts: Hosts) -> None:
+    """By the command's options, which are in its settings from then on; a service alone says too little."""
+    folder_hosts.first().close()
+    url, there = f"{folder_hosts.settings.url}/{folder_hosts.store_id}", folder_hosts.folder / "b"
+    words = ["store", "join", url, "--store", str(there), "--remote-endpoint", "http://127.0.0.1:9"]
+    refused = CliRunner().invoke(app, words).exception
+    assert isinstance(refused, ConfigError)
+    assert "--remote-endpoint http://127.0.0.1:9: say with --remote what is there" in str(refused)
+    assert not there.exists()
+    assert CliRunner().invoke(app, [*words, "--remote", "s3://rollouts/units"]).exit_code == 0
+    remote = read_settings(there).remote
+    assert (remote.uri, remote.endpoint) == ("s3://rollouts/units", "http://127.0.0.1:9")

@@ -102,8 +102,8 @@ def test_units_that_come_at_any_time_change_nothing_for_readers(
     replica, known = _replica(folder / "b"), 0
     steps = st.sampled_from(["take", "take", "show", "units", "save", "begin"])
     for step in program.draw(st.lists(steps, max_size=25)):
-        if step == "take":
-            replica.take(entries[replica.number]) if replica.number < len(entries) else None
+        if step == "take" and replica.number < len(entries):
+            replica.take(entries[replica.number])
         elif step == "show":
             replica.show(program.draw(st.integers(replica.visible, replica.held)))
         elif step == "units" and known < len(units):

@@ -46,7 +46,7 @@ def _policy(root: Path, store_id: str) -> str:
 
 
 @pytest.fixture
-def keys(storage: ObjectStorage, root: Path) -> Iterator[Callable[[str], dict[str, str]]]:
+def keys(storage: ObjectStorage) -> Iterator[Callable[[str], dict[str, str]]]:
     """Makes users of the service, each with a policy; afterwards everybody may do everything again."""
     own = {name.lower(): value for name, value in KEYS.items()}
     iam = boto3.client("iam", endpoint_url=storage.endpoint, region_name="us-east-1", **own)

@@ -175,8 +175,7 @@ def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
             first = Carrier(log.path, log.store_id, settings)
             assert first.session.valid
             first.close()
-            chosen = settings.model_dump(mode="json", exclude_none=True)
-            (log.path / "store.toml").write_text(toml_text({"medium": chosen}))
+            (log.path / "store.toml").write_text(toml_text({"medium": settings.table()}))
             join(tmp_path / "other", f"{settings.url}/{log.store_id}", settings)
             carrier = Carrier(tmp_path / "other", log.store_id, settings)
             carrier.catch_up()

@@ -245,9 +245,8 @@ def test_what_stands_last_in_a_lane_is_erased_too(
     those with the text."""
     a, b = object_hosts.open("a"), object_hosts.open("b")
     with a.writer("serve") as writer:
-        writer.append([Event(TrajectoryOpened("t1", "t1"), "r"), note(f"{SECRET} {'x' * 99}", "t1")]).result(
-            10
-        )
+        writer.append([Event(TrajectoryOpened("t1", "t1"), "r")]).result(10)
+        writer.append([note(f"{SECRET} {'x' * 99}", "t1")]).result(10)
         writer.append([Event(TrajectoryFinished("t1"), "r")]).result(10)
     Sealer(a).run_once(10)
     b.carrier.catch_up()
@@ -286,6 +285,29 @@ def test_an_order_is_carried_out_once(
     Sealer(a).run_once(10)
     assert erased.call_count == 2
     assert not any("open word" in text for _, text in rows(a).values())
+
+
+def test_an_order_waits_for_object_storage(object_hosts: Hosts, storage: ObjectStorage, note: Note) -> None:
+    """It does not answer while an erasure is carried out: the same sealer does that in a later pass."""
+    a, b = object_hosts.open("a"), object_hosts.open("b")
+    _fill(a, note)
+    b.carrier.catch_up()
+    erase_trajectory(b, "t1", "a leaked word")
+    a.carrier.catch_up()
+    sealer = Sealer(a)
+    sealer.run_once(10)
+    erase_trajectory(b, "t2", "another one")
+    a.carrier.catch_up()
+    storage.refused = lambda method: "503 Service Unavailable" if method == "PUT" else None
+    sealer.run_once(10)
+    storage.refused = lambda method: None
+    for _ in range(2):
+        sealer.run_once(10)
+    with a.writer("serve") as writer:
+        writer.append([note("later")]).result(10)
+    b.carrier.catch_up()
+    left = [name for name, data in _everywhere(object_hosts, storage).items() if b"open word" in data]
+    assert left == []
 
 
 def test_retention_on_the_lane_s_host_is_everybody_s(object_hosts: Hosts, note: Note) -> None:

@@ -169,9 +169,12 @@ def store_join(
     rollbook store join s3://rollouts/team/0192... --store runs
     """
     from rollbook.cli.store.hosts import run_join
+    from rollbook.store.errors import ConfigError
     from rollbook.store.settings import RemoteSettings, medium_settings
 
     settings = medium_settings(endpoint=endpoint, ack=ack, lease_s=lease_s, follow=follow or ["*"])
+    if remote is None and remote_endpoint is not None:
+        raise ConfigError(f"--remote-endpoint {remote_endpoint}: say with --remote what is there")
     elsewhere = None if remote is None else RemoteSettings(uri=remote, endpoint=remote_endpoint)
     run_join(store, url, settings, elsewhere, json, make=create)
 
