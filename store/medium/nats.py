@@ -28,6 +28,10 @@ NUMBER = "Rollbook-Number"
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _WRONG_LAST = 10071
 """JetStream's code of the error for another newest message than was expected."""
+_UNDECIDED = (10163, 10164)
+"""Codes of its errors while another message of the subject is with the copies, or the leader is new: nobody
+knows yet whose the number is, and it may be that of an earlier attempt whose answer was lost."""
+AGAIN_S = 0.02
 TIMEOUT_S = 5.0
 COPIES = 3
 
@@ -102,25 +106,30 @@ class NatsMedium:
         return self._run(self._put(sequence, number, data))
 
     async def _put(self, sequence: str, number: int, data: bytes) -> bool:
-        newest = self._newest.get(sequence)
-        if newest is None or newest[0] != number - 1:
-            newest = await self._last(sequence)
-        if newest is not None and newest[0] >= number:
-            return await self._read(sequence, number, 1, newest=True) == [data]
-        if number > (-1 if newest is None else newest[0]) + 1:
-            raise MediumError(
-                f"{self.address}, {sequence}: entry {number} cannot be put before those in front of it"
-            )
-        headers = {NUMBER: str(number), EXPECTED: str(0 if newest is None else newest[1])}
-        self._newest.pop(sequence, None)
-        try:
-            ack = await self._js.publish(self._subject(sequence), data, TIMEOUT_S, self._stream, headers)
-        except APIError as error:
-            if error.err_code != _WRONG_LAST:
-                raise
-            return await self._read(sequence, number, 1, newest=True) == [data]
-        self._newest[sequence] = number, ack.seq
-        return True
+        until = asyncio.get_running_loop().time() + TIMEOUT_S
+        while True:
+            newest = self._newest.pop(sequence, None)
+            if newest is None or newest[0] != number - 1:
+                newest = await self._last(sequence)
+            if newest is not None and newest[0] >= number:
+                return await self._read(sequence, number, 1, newest=True) == [data]
+            if number > (-1 if newest is None else newest[0]) + 1:
+                raise MediumError(
+                    f"{self.address}, {sequence}: entry {number} cannot be put before those in front of it"
+                )
+            headers = {NUMBER: str(number), EXPECTED: str(0 if newest is None else newest[1])}
+            try:
+                ack = await self._js.publish(self._subject(sequence), data, TIMEOUT_S, self._stream, headers)
+            except APIError as error:
+                if (
+                    error.err_code not in (_WRONG_LAST, *_UNDECIDED)
+                    or asyncio.get_running_loop().time() > until
+                ):
+                    raise
+                await asyncio.sleep(0.0 if error.err_code == _WRONG_LAST else AGAIN_S)
+            else:
+                self._newest[sequence] = number, ack.seq
+                return True
 
     def read(self, sequence: str, start: int, most: int = 1) -> list[bytes]:
         """See `Medium`."""
