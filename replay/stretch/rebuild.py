@@ -17,6 +17,7 @@ from rollbook.store.errors import ReplayError
 from rollbook.store.events import CheckpointWritten
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.interchange.destination import destination
+from rollbook.store.upkeep.claim import training_claim
 from rollbook.train.checkpoints.checkpoint import Checkpoint, write_checkpoint
 
 LANE = "replay"
@@ -166,7 +167,7 @@ def _written(
         path = str(out)
     if restore:
         # A training that starts now would take a folder that the log does not name yet for a leftover.
-        what = f"training policy {history.policy} of run {history.run}"
+        what = training_claim(history.run, history.policy)
         with log.claim(what, "wait until it ends, or write the version elsewhere (--out)"):
             record = _write(log.path, history, target, held, start.path)
             with log.writer(LANE) as writer:

@@ -35,7 +35,7 @@ from rollbook.store.fold.checkpoints import InService
 from rollbook.store.fold.history import KINDS, History, fold_histories
 from rollbook.store.log.store import Store
 from rollbook.store.safe_paths import fsync_folder, place_inside, removing_alone
-from rollbook.store.upkeep.claim import UPKEEP_LANE
+from rollbook.store.upkeep.claim import UPKEEP_LANE, training_claim
 
 _NAME = re.compile(r"v(\d{8,})(?:-[0-9a-f]{8})?")
 _LEFT = ".removed"
@@ -168,15 +168,23 @@ def remove_checkpoint(
 def finish_removals(log: Store, history: History) -> None:
     """Remove what interrupted removals of a policy's checkpoints left. Nobody may train it meanwhile."""
     for record in history.removed:
-        folder = folder_of(log, record, history.run)
-        if folder is not None:
-            with removing_alone(folder) as alone:
-                if alone:
-                    _discard(folder)
-                    note_removed_checkpoint(log.path, history.run, record.path)
+        discard_removed(log, record, history.run)
     for left in place_inside(log.path, f"checkpoints/{history.run}/{history.policy}").glob(f".v*{_LEFT}"):
         if _NAME.fullmatch(left.name[1 : -len(_LEFT)]):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def discard_removed(log: Store, record: CheckpointRemoved, run: str) -> bool:
+    """Remove what is here of a checkpoint that was removed, and not written again; False if it stays because
+    somebody reads it."""
+    folder = folder_of(log, record, run)
+    if folder is None:
+        return True
+    with removing_alone(folder) as alone:
+        if alone:
+            _discard(folder)
+            note_removed_checkpoint(log.path, run, record.path)
+    return alone
 
 
 def _discard(folder: Path) -> None:
@@ -197,7 +205,7 @@ def remove_checkpoints(log: Store, keep: Keep, run: str, policy: str) -> set[str
         LaneLockedError: somebody trains the policy.
         UpkeepError: it has no checkpoint.
     """
-    what = f"training policy {policy} of run {run}"
+    what = training_claim(run, policy)
     with log.claim(what, "set [checkpoint] keep_last and keep_every in its CONFIG: it removes them itself"):
         history = fold_histories(log.events_of(KINDS)).get((run, policy), History(run, policy))
         finish_removals(log, history)

@@ -1,30 +1,34 @@
-"""What a host does for others' sake when it seals: erasures that another one ordered, and the lifetime of
-chunks.
+"""What a host does for others' sake when it seals: erasures and removals that another one ordered, and the
+lifetime of chunks.
 
 `trajectory.erased` in any host's lane is an order to all: each rewrites its own lanes' units, in its sealer's
-next pass. What is erased leaves the medium at once, other chunks when they are old.
+next pass. What is erased leaves the medium at once, other chunks when they are old. After
+`checkpoint.removed` each host removes what it fetched of that checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 
 import orjson
 
 from rollbook.store.errors import LaneLockedError, UpkeepError
-from rollbook.store.events import Event, TrajectoryErased
+from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event, TrajectoryErased
+from rollbook.store.fold.checkpoints import held_and_removed
 from rollbook.store.ids import now_us
 from rollbook.store.log.store import Carrier, Store
 from rollbook.store.permissions import replace_small
 from rollbook.store.safe_paths import read_small
 from rollbook.store.sealed.unit import current_units
+from rollbook.store.upkeep.checkpoints import discard_removed, folder_of
+from rollbook.store.upkeep.claim import training_claim
 from rollbook.store.upkeep.erase import erase_own
 from rollbook.store.upkeep.find import find_trajectory
 from rollbook.store.wal.files import CARRIED_OUT
 
+ORDERS = (TrajectoryErased.KIND, CheckpointRemoved.KIND)
 NOTED_EVENTS = 10_000
 """So many events are read again by the next sealer, at most."""
 LOOK_US = 60_000_000
@@ -40,6 +44,7 @@ class Orders:
         self._log, self._carrier = log, carrier
         self._noted = self._cut = _noted(log.path)
         self._waiting: list[TrajectoryErased] = []
+        self._removals: list[Event] = []
         self._looked_us = 0
         self._forgotten: dict[str, int] = {}
         """Lane -> the segment up to which nothing of what was erased is in the medium any more."""
@@ -52,9 +57,13 @@ class Orders:
             CorruptionError: a file that must be read is damaged.
         """
         head = self._log.head()
-        self._waiting += _ordered(self._log.events_of({TrajectoryErased.KIND}, head, self._cut))
-        self._cut, orders, rewritten = head, list(self._waiting), list[str]()
-        for order in orders:
+        for event in self._log.events_of(ORDERS, head, self._cut):
+            if isinstance(event.record, TrajectoryErased):
+                self._waiting.append(event.record)
+            elif isinstance(event.record, CheckpointRemoved):
+                self._removals.append(event)
+        self._cut, orders, rewritten = head, [*self._waiting, *self._removals], list[str]()
+        for order in list(self._waiting):
             try:
                 target = find_trajectory(self._log, order.trajectory_id)
                 rewritten += erase_own(self._log, target, keep_tokens=order.tokens_kept).units
@@ -63,7 +72,10 @@ class Orders:
             except UpkeepError as error:
                 logger.debug("nothing of it is here: %s", error)
             self._waiting.remove(order)  # not where something else failed: it is tried again
-        if not self._waiting and (orders or sum(head.values()) > sum(self._noted.values()) + NOTED_EVENTS):
+        self._removals = [event for event in self._removals if not _removed(self._log, event)]
+        if not (self._waiting or self._removals) and (
+            orders or sum(head.values()) > sum(self._noted.values()) + NOTED_EVENTS
+        ):
             replace_small(self._log.path / CARRIED_OUT, orjson.dumps(head))
             self._noted = head
         return rewritten
@@ -100,5 +112,16 @@ def _noted(store: Path) -> dict[str, int]:
     return cut
 
 
-def _ordered(events: Iterable[Event]) -> list[TrajectoryErased]:
-    return [event.record for event in events if isinstance(event.record, TrajectoryErased)]
+def _removed(log: Store, event: Event) -> bool:
+    """Whether nothing is here any more of a checkpoint that was removed and not written again. It stays while
+    somebody reads it, or trains the policy on this host: whoever writes it again does."""
+    record, run = event.record, event.run
+    if not isinstance(record, CheckpointRemoved) or folder_of(log, record, run) is None:
+        return True
+    try:
+        with log.claim(training_claim(run, record.policy), "try again at once", of_host=True):
+            kinds = (CheckpointWritten.KIND, CheckpointRemoved.KIND)
+            held, _ = held_and_removed(e for e in log.events_of(kinds) if e.run == run)
+            return record.path in {h.path for h in held} or discard_removed(log, record, run)
+    except LaneLockedError:
+        return False

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rollbook.store.errors import UpkeepError
 from rollbook.store.events import Event, StepRetired
 from rollbook.store.log.store import Store
-from rollbook.store.upkeep.claim import UPKEEP_LANE
+from rollbook.store.upkeep.claim import UPKEEP_LANE, training_claim
 from rollbook.store.upkeep.retention_policy import training_histories
 
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
@@ -75,7 +75,7 @@ def retire_steps(
             f"{max(plans, default=0)}"
         )
     fresh = [step for step in wanted if step not in history.retired]
-    what = f"training policy {policy} of run {run}"
+    what = training_claim(run, policy)
     uncommitted = [step for step in fresh if step not in history.steps.keys() | history.abandoned.keys()]
     with log.claim(what, "retire committed steps only") if uncommitted else contextlib.nullcontext():
         if fresh:

@@ -29,6 +29,7 @@ from rollbook.store.interchange.excerpt import is_excerpt
 from rollbook.store.log.writer import LaneWriter
 from rollbook.store.safe_paths import place_inside
 from rollbook.store.upkeep.checkpoints import finish_removals
+from rollbook.store.upkeep.claim import training_claim
 from rollbook.train.algorithms.trial import try_out
 from rollbook.train.checkpoints.directory import checkpoint_name, remove_left_over
 from rollbook.train.config.config import TrainConfig
@@ -79,9 +80,11 @@ def train(
     """
     log = store.open(path)
     _check(config, source, as_of, log)
-    what = f"training policy {config.policy} of run {config.run}"
     stopping = Stopping()
-    with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
+    with (
+        log.claim(training_claim(config.run, config.policy), "train another run or policy"),
+        log.writer(lane) as writer,
+    ):
         history, before = _past(config, log, writer, source, abandon_after, watcher)
         family = family_in(history, config, source)
         done = len(history.of_family(family))

@@ -9,7 +9,12 @@ import pytest
 from tests.store.hosts.conftest import Hosts
 
 from rollbook.store.errors import ConfigError, CorruptionError, MediumError
+from rollbook.store.events import CheckpointWritten, Event
+from rollbook.store.safe_paths import reading
 from rollbook.store.settings import MediumSettings
+from rollbook.store.upkeep.checkpoints import remove_checkpoint
+from rollbook.store.upkeep.claim import training_claim
+from rollbook.store.upkeep.sealer import Sealer
 
 if TYPE_CHECKING:
     from tests.fakes.storage.s3_server import ObjectStorage
@@ -67,6 +72,39 @@ def test_one_that_was_removed_is_not_there(object_hosts: Hosts) -> None:
     a.carrier.unshare(NAMED)
     assert not b.folder(NAMED).exists()
     a.carrier.unshare(NAMED)  # again: nothing to do
+
+
+def test_one_that_was_removed_goes_from_who_fetched_it(object_hosts: Hosts) -> None:
+    """With its sealer's next pass: not while somebody reads it or trains the policy there, nor where it
+    was written again."""
+    a, b, c = (object_hosts.open(host) for host in "abc")
+    files = _write(a.path / NAMED)
+    written = CheckpointWritten("actor", 3, NAMED, "w", None, None, 1)
+    with a.writer("train") as writer:
+        writer.append([Event(written, "run")]).result(10)
+        a.share(NAMED)
+        for other in (b, c):
+            other.carrier.catch_up()
+            assert _files(other.folder(NAMED)) == files
+        assert remove_checkpoint(
+            a, "run", written, "too old", lambda record: writer.append([Event(record, "run")]).result(10)
+        )
+        for other in (b, c):
+            other.carrier.catch_up()
+        sealer = Sealer(b)
+        with b.claim(training_claim("run", "actor"), "", of_host=True):
+            sealer.run_once(10)
+            assert (b.path / NAMED).exists()
+        with reading(b.path / NAMED):
+            sealer.run_once(10)
+            assert (b.path / NAMED).exists()
+        sealer.run_once(10)
+        assert not (b.path / NAMED).exists()
+        assert not list((b.path / NAMED).parent.iterdir())
+        writer.append([Event(written, "run")]).result(10)
+    c.carrier.catch_up()
+    Sealer(c).run_once(10)
+    assert _files(c.path / NAMED) == files
 
 
 def test_what_is_cut_short_is_not_there(object_hosts: Hosts, storage: ObjectStorage) -> None:
