@@ -44,6 +44,8 @@ WITHIN_S = 2.0
 """A disk that is lost takes with it what was acknowledged within this time, at most, where that is by this
 disk alone: the longest pace of the shipper, and a put on a busy machine."""
 EQUAL_S = 90.0
+LONGEST_S, STEP_S = 280.0, 3.0
+"""How long a check may take, and the replay of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +315,7 @@ def _commands(stage: Stage, hosts: list[str], found: Found) -> None:
         full = [*words, "--store", machine.disk / "store"]
         command = Victim(words[0], COMMAND, full, log, stage.environment, place=machine.place)
         command.start()
-        code = command.wait(280.0)
+        code = command.wait(LONGEST_S + found.steps * STEP_S)
         command.end()
         said = log.read_text().splitlines()
         if words[0] == "replay":

@@ -26,6 +26,7 @@ from rollbook.bench.cluster_rounds import rounds
 from rollbook.bench.cluster_stage import Kind, Medium, environment, medium_of
 from rollbook.bench.cluster_storage import CREDENTIALS
 from rollbook.bench.loop_stage import write_model
+from rollbook.store.catalog.database import URL_VARIABLE
 from rollbook.store.config import toml_text
 from rollbook.store.errors import LaneLockedError
 from rollbook.store.events import EventOrphaned
@@ -36,9 +37,11 @@ from rollbook.store.settings import OwnMediumSettings
 
 pytestmark = pytest.mark.crashes
 ROUNDS = int(os.environ.get("ROLLBOOK_ROUNDS", "3"))
-KINDS = [(OBJECTS, "medium"), (NATS, "medium")]
+SQLITE, POSTGRESQL = "sqlite", "postgresql"
+"""Catalogs: each host has its own, or all have one."""
+KINDS = [(OBJECTS, "medium", SQLITE), (NATS, "medium", POSTGRESQL)]
 if "ROLLBOOK_ROUNDS" in os.environ:
-    KINDS += [(OBJECTS, "local"), (NATS, "local")]
+    KINDS += [(OBJECTS, "local", POSTGRESQL), (NATS, "local", SQLITE)]
 SEED = int(os.environ.get("ROLLBOOK_SEED", random.SystemRandom().getrandbits(24)))
 APART = namespaces()
 LEASE_S = 2.0
@@ -253,13 +256,20 @@ def test_a_host_whose_clock_is_an_hour_off(pair: Pair, clock_s: int) -> None:
 
 
 @pytest.mark.timeout(4 * 3600)
-@pytest.mark.parametrize(("medium", "ack"), KINDS)
-def test_nothing_is_lost_in_rounds_of_faults(tmp_path: Path, medium: str, ack: str) -> None:
+@pytest.mark.parametrize(("medium", "ack", "catalog"), KINDS)
+def test_nothing_is_lost_in_rounds_of_faults(
+    tmp_path: Path, medium: str, ack: str, catalog: str, request: pytest.FixtureRequest
+) -> None:
     """A proxy, the medium, a sealer, a follower, the trainer, or a whole host with its disk: what clients
     were told is there once and unchanged, all hosts have the same log, and its steps replay bit for bit."""
     pytest.importorskip("moto", reason="object storage is tested against moto: install the [dev] extra")
-    model = write_model(tmp_path / "model", width=32)
-    found = rounds(tmp_path / "run", model, Kind(medium, ack), SEED, ROUNDS, print)
+    model, values = write_model(tmp_path / "model", width=32), dict[str, str]()
+    if catalog == POSTGRESQL:
+        server = request.getfixturevalue("postgres")
+        server.run(f"create database {ack}")
+        values[URL_VARIABLE] = server.url(ack).render_as_string(hide_password=False)
+    with environment(values):
+        found = rounds(tmp_path / "run", model, Kind(medium, ack), SEED, ROUNDS, print)
     assert (found.wrong, found.lost, found.doubled, found.changed) == ([], [], [], []), f"seed {SEED}"
     assert found.answered > ROUNDS, f"seed {SEED}"
     assert "bit for bit" in found.replayed, f"seed {SEED}"
