@@ -80,11 +80,8 @@ def train(
     """
     log = store.open(path)
     _check(config, source, as_of, log)
-    stopping = Stopping()
-    with (
-        log.claim(training_claim(config.run, config.policy), "train another run or policy"),
-        log.writer(lane) as writer,
-    ):
+    what, stopping = training_claim(config.run, config.policy), Stopping()
+    with log.claim(what, "train another run or policy"), log.writer(lane) as writer:
         history, before = _past(config, log, writer, source, abandon_after, watcher)
         family = family_in(history, config, source)
         done = len(history.of_family(family))

@@ -90,6 +90,7 @@ def test_what_names_nothing(cluster: Callable[..., Cluster]) -> None:
         earlier = response.id
 
 
+@pytest.mark.more_but("one folder")
 def test_one_is_killed(either_cluster: Callable[..., Cluster]) -> None:
     """Others go on with what it had open; it comes back, and has its names again. Nothing is lost."""
     three = either_cluster()

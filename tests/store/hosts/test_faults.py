@@ -27,6 +27,7 @@ Note = Callable[..., Event]
 LEASE_S = 1.6
 
 
+@pytest.mark.more_but("medium")
 @pytest.mark.parametrize("ack", ["local", "medium"])
 def test_a_slow_medium_keeps_the_order(
     object_hosts: Hosts, storage: ObjectStorage, note: Note, ack: str
@@ -42,6 +43,7 @@ def test_a_slow_medium_keeps_the_order(
     assert rows(a) == rows(b)
 
 
+@pytest.mark.more_but("credentials")
 @pytest.mark.parametrize("refusal", ["507 Insufficient Storage", "403 Forbidden", "credentials"])
 def test_what_a_medium_refuses_is_not_acknowledged_beyond_the_lease(
     object_hosts: Hosts, storage: ObjectStorage, note: Note, refusal: str
@@ -71,6 +73,7 @@ def test_what_a_medium_refuses_is_not_acknowledged_beyond_the_lease(
     assert [e.record.value for e in b.events()] == ["0", "1"]
 
 
+@pytest.mark.more_but("local")
 @pytest.mark.parametrize("ack", ["local", "medium"])
 def test_an_answer_that_is_lost_is_no_other_writer(
     object_hosts: Hosts, storage: ObjectStorage, note: Note, ack: str

@@ -70,6 +70,7 @@ def test_a_session_is_over_when_it_is_closed(medium: Medium) -> None:
     assert session.fenced is None
 
 
+@pytest.mark.more_but("nats")
 def test_a_session_that_is_renewed_is_never_ended(medium: Medium) -> None:
     """However long one watches."""
     session = Session(medium, "host", 3.0)
@@ -174,6 +175,7 @@ def test_a_claim_is_free_though_an_answer_was_lost(folder_hosts: Hosts) -> None:
         pass
 
 
+@pytest.mark.more_but("file", "nats")
 def test_a_claim_of_a_lost_host_is_taken_over_and_its_lanes_end(hosts: Hosts, note: Note) -> None:
     """The host is cut off: the other waits for its lease, ends its lane where the medium has it, and sees all
     of that first. What the lost one goes on with is refused; when it begins again, what it had alone is an
