@@ -57,7 +57,9 @@ class Orders:
             CorruptionError: a file that must be read is damaged.
         """
         head = self._log.head()
-        for event in self._log.events_of(ORDERS, head, self._cut):
+        # A lane of this host that was ended has fewer events than it had.
+        start = {lane: min(count, head.get(lane, 0)) for lane, count in self._cut.items()}
+        for event in self._log.events_of(ORDERS, head, start):
             if isinstance(event.record, TrajectoryErased):
                 self._waiting.append(event.record)
             elif isinstance(event.record, CheckpointRemoved):
