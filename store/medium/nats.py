@@ -106,30 +106,31 @@ class NatsMedium:
         return self._run(self._put(sequence, number, data))
 
     async def _put(self, sequence: str, number: int, data: bytes) -> bool:
-        until = asyncio.get_running_loop().time() + TIMEOUT_S
+        clock = asyncio.get_running_loop().time
+        until = clock() + TIMEOUT_S
         while True:
-            newest = self._newest.pop(sequence, None)
-            if newest is None or newest[0] != number - 1:
-                newest = await self._last(sequence)
-            if newest is not None and newest[0] >= number:
-                return await self._read(sequence, number, 1, newest=True) == [data]
-            if number > (-1 if newest is None else newest[0]) + 1:
-                raise MediumError(
-                    f"{self.address}, {sequence}: entry {number} cannot be put before those in front of it"
-                )
-            headers = {NUMBER: str(number), EXPECTED: str(0 if newest is None else newest[1])}
             try:
-                ack = await self._js.publish(self._subject(sequence), data, TIMEOUT_S, self._stream, headers)
+                return await self._put_once(sequence, number, data)
             except APIError as error:
-                if (
-                    error.err_code not in (_WRONG_LAST, *_UNDECIDED)
-                    or asyncio.get_running_loop().time() > until
-                ):
+                if error.err_code not in (_WRONG_LAST, *_UNDECIDED) or clock() > until:
                     raise
-                await asyncio.sleep(0.0 if error.err_code == _WRONG_LAST else AGAIN_S)
-            else:
-                self._newest[sequence] = number, ack.seq
-                return True
+                if error.err_code != _WRONG_LAST:
+                    await asyncio.sleep(AGAIN_S)
+
+    async def _put_once(self, sequence: str, number: int, data: bytes) -> bool:
+        newest = self._newest.pop(sequence, None)
+        if newest is None or newest[0] != number - 1:
+            newest = await self._last(sequence)
+        if newest is not None and newest[0] >= number:
+            return await self._read(sequence, number, 1, newest=True) == [data]
+        if number > (-1 if newest is None else newest[0]) + 1:
+            raise MediumError(
+                f"{self.address}, {sequence}: entry {number} cannot be put before those in front of it"
+            )
+        headers = {NUMBER: str(number), EXPECTED: str(0 if newest is None else newest[1])}
+        ack = await self._js.publish(self._subject(sequence), data, TIMEOUT_S, self._stream, headers)
+        self._newest[sequence] = number, ack.seq
+        return True
 
     def read(self, sequence: str, start: int, most: int = 1) -> list[bytes]:
         """See `Medium`."""

@@ -36,13 +36,12 @@ CLAIM = "sealing"
 PATIENCE_S = 60.0
 """How long to wait for the sealer to end its pass."""
 
+logger = logging.getLogger(__name__)
+
 
 def training_claim(run: str, policy: str) -> str:
     """Name of the `Store.claim` for adding to a policy's steps and checkpoints, and for removing them."""
     return f"training policy {policy} of run {run}"
-
-
-logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager

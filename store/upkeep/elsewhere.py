@@ -43,15 +43,14 @@ class Orders:
     def __init__(self, log: Store, carrier: Carrier) -> None:
         self._log, self._carrier = log, carrier
         self._noted = self._cut = _noted(log.path)
-        self._waiting: list[TrajectoryErased] = []
-        self._removals: list[Event] = []
+        self._waiting: list[Event] = []
         self._looked_us = 0
         self._forgotten: dict[str, int] = {}
         """Lane -> the segment up to which nothing of what was erased is in the medium any more."""
 
     def carry_out(self) -> list[str]:
-        """Erase what was ordered since the last call; the units that were rewritten. The caller alone changes
-        sealed units.
+        """Erase and remove what was ordered since the last call; the units that were rewritten. The caller
+        alone changes sealed units.
 
         Raises:
             CorruptionError: a file that must be read is damaged.
@@ -59,28 +58,51 @@ class Orders:
         head = self._log.head()
         # A lane of this host that was ended has fewer events than it had.
         start = {lane: min(count, head.get(lane, 0)) for lane, count in self._cut.items()}
-        for event in self._log.events_of(ORDERS, head, start):
-            if isinstance(event.record, TrajectoryErased):
-                self._waiting.append(event.record)
-            elif isinstance(event.record, CheckpointRemoved):
-                self._removals.append(event)
-        self._cut, orders, rewritten = head, [*self._waiting, *self._removals], list[str]()
-        for order in list(self._waiting):
+        self._waiting += list(self._log.events_of(ORDERS, head, start))  # all of them, or none
+        self._cut, orders, rewritten = head, list(self._waiting), list[str]()
+        for order in orders:
             try:
-                target = find_trajectory(self._log, order.trajectory_id)
-                rewritten += erase_own(self._log, target, keep_tokens=order.tokens_kept).units
+                rewritten += self._carry_out(order)
             except LaneLockedError:
-                continue  # its segment is still written: the next pass
+                continue  # a segment is still written, or a folder is read: the next pass
             except UpkeepError as error:
                 logger.debug("nothing of it is here: %s", error)
             self._waiting.remove(order)  # not where something else failed: it is tried again
-        self._removals = [event for event in self._removals if not _removed(self._log, event)]
-        if not (self._waiting or self._removals) and (
-            orders or sum(head.values()) > sum(self._noted.values()) + NOTED_EVENTS
-        ):
+        if not self._waiting and (orders or sum(head.values()) > sum(self._noted.values()) + NOTED_EVENTS):
             replace_small(self._log.path / CARRIED_OUT, orjson.dumps(head))
             self._noted = head
         return rewritten
+
+    def _carry_out(self, order: Event) -> tuple[str, ...]:
+        """Carry one order out; the units that were rewritten.
+
+        Raises:
+            LaneLockedError: not all of it can be done yet.
+            UpkeepError: there is no such trajectory here.
+        """
+        if isinstance(order.record, CheckpointRemoved):
+            self._remove(order.record, order.run)
+        elif isinstance(order.record, TrajectoryErased):
+            target = find_trajectory(self._log, order.record.trajectory_id)
+            return erase_own(self._log, target, keep_tokens=order.record.tokens_kept).units
+        return ()
+
+    def _remove(self, record: CheckpointRemoved, run: str) -> None:
+        """Remove what is here of a checkpoint that was removed, unless it was written again.
+
+        Raises:
+            LaneLockedError: somebody reads it, or trains the policy on this host: whoever writes it again
+                does.
+        """
+        log = self._log
+        if folder_of(log, record, run) is None:
+            return
+        with log.claim(training_claim(run, record.policy), "try again at once", of_host=True):
+            kinds = (CheckpointWritten.KIND, CheckpointRemoved.KIND)
+            held, _ = held_and_removed(event for event in log.events_of(kinds) if event.run == run)
+            again = any(written.path == record.path for written in held)
+            if not again and not discard_removed(log, record, run):
+                raise LaneLockedError(f"{record.path} is being read: try again when that has ended")
 
     def trim(self) -> None:
         """Tell other hosts which units are in object storage, and remove chunks that they replace: those that
@@ -112,18 +134,3 @@ def _noted(store: Path) -> dict[str, int]:
     except (FileNotFoundError, ValueError):
         return {}
     return cut
-
-
-def _removed(log: Store, event: Event) -> bool:
-    """Whether nothing is here any more of a checkpoint that was removed and not written again. It stays while
-    somebody reads it, or trains the policy on this host: whoever writes it again does."""
-    record, run = event.record, event.run
-    if not isinstance(record, CheckpointRemoved) or folder_of(log, record, run) is None:
-        return True
-    try:
-        with log.claim(training_claim(run, record.policy), "try again at once", of_host=True):
-            kinds = (CheckpointWritten.KIND, CheckpointRemoved.KIND)
-            held, _ = held_and_removed(e for e in log.events_of(kinds) if e.run == run)
-            return record.path in {h.path for h in held} or discard_removed(log, record, run)
-    except LaneLockedError:
-        return False

