@@ -58,7 +58,8 @@ def account(events: Sequence[Event], seen: Seen) -> Account:
             result.orphaned += 1
         else:
             result.lost.append((f"the reply of turn {turn_id} of {name}", when))
-    ended = {names.get(e.record.trajectory_id) for e in events if isinstance(e.record, TrajectoryFinished)}
+    ends = [e.record for e in events if isinstance(e.record, TrajectoryFinished)]
+    ended = {names.get(end.trajectory_id) for end in ends if end.status != "aborted"}
     orphaned_ends = Counter(o.get("kind") for o in orphans)[TrajectoryFinished.KIND]
     for name, when in seen.finished:
         if name not in ended:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -105,7 +106,7 @@ class Network:
 
     folder: Path
     apart: bool
-    _tag: str = field(default_factory=lambda: f"{os.getpid() % 0xFFFF:x}")
+    _tag: str = field(default_factory=lambda: secrets.token_hex(3))  # the kernel frees names when it likes
     _subnet: int = 0
     _count: int = 0
     _namespaces: list[str] = field(default_factory=list)

@@ -41,6 +41,8 @@ FIRST, SECOND, TRAINER, FOLLOWER, LATER = "p0", "p1", "t", "f", "later"
 """The hosts; the last one joins when all is over."""
 PROXIES = (FIRST, SECOND)
 READY_S = 90.0
+ABANDON_S = 30.0
+"""A finish that was lost with a disk leaves its trajectory open, and its group's steps wait for that."""
 SMALL = {"append": {"segment_bytes": 1 << 16}, "seal": {"keep_wal_bytes": 1 << 17}}
 """So that some of the log is sealed, and is removed, while it is written."""
 
@@ -333,6 +335,7 @@ def _victims(stage: Stage, model: Path, habits: Habits, urls: list[str]) -> dict
         words: list[Any] = ["serve", "--store", disk(host), "--model", model, "--engine", "sglang"]
         words += ["--engine-url", engine_url, "--host", stage.machines[host].address, "--run", RUN]
         words += ["--port", _port(stage.net, number), "--hold-s", 5, "--no-seal", "--proxy", number]
+        words += ["--abandon-s", ABANDON_S]
         add(host, "proxy", COMMAND, [*words, *(word for url in urls for word in ("--proxies", url))])
         add(host, "sealer", COMMAND, ["store", "seal", "--watch", "--store", disk(host)])
     add(FOLLOWER, "follower", COMMAND, ["store", "follow", "--store", disk(FOLLOWER)])

@@ -67,11 +67,10 @@ def seal_closed(store: Path, lane: str, settings: SealSettings, *, all_of_it: bo
     """
     numbers = closed_segments(store, lane)
     last, carried = read_watermark(lane_folder(store, lane)), carried_to(store, lane)
-    whole = carried is None or carried.next_seq >= last.next_seq
-    if all_of_it and whole and last.segment and last.segment not in numbers:
-        path = segment_path(lane_folder(store, lane), last.segment)
-        if last.segment >= unsealed_start(store, lane).number and path.exists():
-            numbers.append(last.segment)
+    if all_of_it and (carried is None or carried.next_seq >= last.next_seq):
+        # The segments behind what was carried hold no event then, and go with it.
+        start = unsealed_start(store, lane).number
+        numbers = [n for n in segment_numbers(lane_folder(store, lane)) if start <= n <= last.segment]
     group: list[int] = []
     size = 0
     for number in numbers:

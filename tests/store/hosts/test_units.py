@@ -96,6 +96,20 @@ def test_units_are_read_where_they_are_and_a_late_host_needs_no_chunks(
     assert [lane.fault for lane in verify_store(c)] == [None]
 
 
+def test_a_lane_whose_last_segment_holds_no_event_is_sealed_whole(hosts: Hosts, note: Note) -> None:
+    """A segment that had grown old was closed, and nothing came after it: the medium has the one before."""
+    a = hosts.open("a")
+    with a.writer("serve", AppendSettings(segment_age_s=0.05)) as writer:
+        writer.append([note("the only one")]).result(10)
+        while segment_numbers(lane_folder(a.path, writer.lane)) != [1, 2]:
+            time.sleep(0.01)
+    assert not Sealer(a).run_once(10).damage
+    [unit] = current_units(a.path, writer.lane)
+    assert [(segment.number, segment.events) for segment in unit.segments] == [(1, 1), (2, 0)]
+    with a.writer("serve") as writer:
+        assert writer.append([note("later")]).result(10) == 1
+
+
 def test_a_host_that_joins_copies_nothing_that_is_in_units(
     object_hosts: Hosts, storage: ObjectStorage, note: Note
 ) -> None:
