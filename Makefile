@@ -12,8 +12,8 @@ CLIENTS := .venv-clients
 SGLANG := .venv-sglang
 PARITY_ENV := .venv-parity
 SERVICE := .venv-service
-# A process more than cores, since tests wait now and then; each collects all tests, and makes what they share.
-PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadfile
+# Two processes more than cores, since tests wait now and then; each collects all tests, and makes what they share.
+PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 2) --maxprocesses 6 --dist loadfile
 # To collect all tests takes each process half a minute.
 MARKED = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests | sort)
 PROPERTIES = $(shell grep -rl --include='test_*.py' hypothesis tests)

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import sys
 import threading
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,10 +29,22 @@ CREDENTIALS = {
 _AT_ONCE = 1 << 18
 
 
+def moto_app() -> Any:
+    """moto's services as a WSGI application, which looks once for the one that a host name means.
+
+    moto looks through all of them at each request, in folders and by patterns: half of what a request costs.
+    """
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+
+    class Dispatcher(DomainDispatcherApplication):
+        get_backend_for_host = lru_cache(maxsize=64)(DomainDispatcherApplication.get_backend_for_host)
+
+    return Dispatcher(create_backend_app)
+
+
 def _storage(address: str) -> None:
     """Serve moto's S3 with one bucket, until the process ends."""
     import boto3  # type: ignore[import-untyped]
-    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     class Server(WSGIRequestHandler):
@@ -39,8 +52,7 @@ def _storage(address: str) -> None:
             """Nothing."""
 
     setattr(Server, "protocol_version", "HTTP/1.1")  # noqa: B010, connections stay open, as a service's do
-    app = DomainDispatcherApplication(create_backend_app)
-    server = make_server(address, 0, app, threaded=True, request_handler=Server)
+    server = make_server(address, 0, moto_app(), threaded=True, request_handler=Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://{address}:{server.port}"
     client = boto3.client(

@@ -285,7 +285,7 @@ class _Call:
             number, reply = seats.holder(to.number) if to.role == "holder" else to.number, None
             if number is not None:
                 reply = await self._asked(number, to)
-            if reply is not None and not _is_moved(reply):
+            if reply is not None and not _is_moved(reply) and not _is_ending(reply):
                 return reply
             if time.monotonic() > until:
                 raise ProxyAwayError(to.number)
@@ -347,6 +347,14 @@ def _is_moved(reply: aiohttp.ClientResponse) -> bool:
     if moved:
         reply.close()
     return moved
+
+
+def _is_ending(reply: aiohttp.ClientResponse) -> bool:
+    """Whether a reply says that its proxy is ending, and that another one is to be asked."""
+    ending = all(reply.headers.get(name) == value for name, value in EndingError.headers.items())
+    if ending:
+        reply.close()
+    return ending
 
 
 class _SentOn(Response):

@@ -362,13 +362,19 @@ class ShardLeases:
                 for lose in self.on_lost:
                     await lose(seat)
             self.recorder.place = replace(self.place, leaves=True)
+            # Before another one can hold what it held: whoever hears of that first takes it for gone.
+            telling = asyncio.create_task(self._tell_it_leaves())
             await self.recorder.settle()
+            await asyncio.wait({telling}, timeout=LOOK_S)
             self._own.clear()
             await asyncio.to_thread(self.claims.close)
+        await self._tell_it_leaves()
+        self.left.set()
+
+    async def _tell_it_leaves(self) -> None:
         words = {"holds": [], **self.wire.same}
         posts = (self.wire.post(number, HOLDS, words) for number in self.wire.others)
         await asyncio.gather(*posts, return_exceptions=True)
-        self.left.set()
 
     # Answering ------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from rollbook.ingest.trajectories.registry import BUDGET_BYTES, Trajectories
 from rollbook.ingest.trajectories.rewards import turn_rewards
 from rollbook.ingest.turns.in_flight import CompletedTurn
 from rollbook.store import Event, Store
-from rollbook.store.errors import LaneLockedError, RequestError, StoreError, UnstorableError
+from rollbook.store.errors import EndingError, LaneLockedError, RequestError, StoreError, UnstorableError
 from rollbook.store.events import (
     QUARANTINE,
     Json,
@@ -202,7 +202,7 @@ class Recorder(RunWriter):
         A trajectory whose opening is not durable is unknown again: its name is free, and its calls fail.
 
         Raises:
-            RequestError: 503, names like that are another's now.
+            EndingError: names like that are another's now.
         """
         if self._named(live.opened.name) is not None:
             return self.note(*records)
@@ -215,11 +215,11 @@ class Recorder(RunWriter):
         """See that a new trajectory may have this name here: meanwhile it may have become another's.
 
         Raises:
-            RequestError: 503.
+            EndingError: it has.
         """
         if not self.place.owns(name):
             text = f"trajectory {name!r} is another proxy's to open now: try again"
-            raise RequestError(503, "proxy_away", text)
+            raise EndingError(503, "proxy_away", text)
 
     def _named(self, name: str) -> LiveTrajectory | None:
         """The trajectory of that name, if its opening is in the log or on its way there."""

@@ -30,10 +30,13 @@ def test_one_seed_two_ports() -> None:
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another is drawn."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    """Another is drawn, as for one that was drawn before."""
+    drawn = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as other:
         taken = listener.getsockname()[1]
-        free = free_port()
-        draws = iter([taken, free])
+        other.bind(("127.0.0.1", 0))
+        free = other.getsockname()[1]
+        other.close()
+        draws = iter([taken, drawn, free])
         monkeypatch.setattr(random.SystemRandom, "choice", lambda *_: next(draws))
         assert free_port() == free

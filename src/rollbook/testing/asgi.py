@@ -6,6 +6,7 @@ import contextlib
 import random
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,8 @@ def serving(app: Any) -> Iterator[str]:
 
 
 _PORTS = range(18_000, 30_000)
+_drawn: deque[int] = deque(maxlen=256)
+"""Lately by this process, whose servers may not have begun yet."""
 
 
 def free_port() -> int:
@@ -84,6 +87,9 @@ def free_port() -> int:
     """
     while True:
         wanted = random.SystemRandom().choice(_PORTS)
+        if wanted in _drawn:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", wanted))
+            _drawn.append(wanted)
             return wanted

@@ -9,8 +9,9 @@ from typing import Any
 
 import boto3
 import pytest
-from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
+
+from rollbook.bench.cluster_storage import moto_app
 
 KEYS = {"AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test-secret-9f3a"}
 ENVIRONMENT = {**KEYS, "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
@@ -50,7 +51,7 @@ class ObjectStorage:
         self.after: Callable[[int], object] = lambda number: None
         self.refused: Callable[[str], str | None] = lambda method: None
         self.spoilt: Callable[[str], str | None] = lambda method: None
-        self._app = DomainDispatcherApplication(create_backend_app)
+        self._app = moto_app()
         self._lock = threading.Lock()
         self.port = 0
         self.start()

@@ -12,6 +12,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -172,7 +173,7 @@ def test_it_stops_in_order(either_cluster: Callable[..., Cluster]) -> None:
     """A proxy that was asked to end: its names are another's at once, and what it has begun it answers."""
     three = either_cluster()
     mine = [name for name in NAMES if owner_of(name, 3) == 0]
-    thread = threading.Thread(target=lambda: answers.append(say(three.agent(1, mine[0]), "sleep 3")))
+    thread = threading.Thread(target=lambda: answers.append(say(three.agent(1, mine[0]), "sleep 6")))
     answers: list[str] = []
     thread.start()
     time.sleep(0.5)
@@ -182,9 +183,9 @@ def test_it_stops_in_order(either_cluster: Callable[..., Cluster]) -> None:
     assert say(openai.OpenAI(base_url=f"{three.urls[1]}/v1", api_key="none", max_retries=2), "hi") == "1: hi"
     assert answers == [], "they waited for its end"
     thread.join()
-    assert answers == ["1: sleep 3"]
+    assert answers == ["1: sleep 6"]
     assert three.served[0].process.wait(20) == 128 + signal.SIGTERM
-    assert say(three.agent(1, mine[0]), "sleep 3", "1: sleep 3", "more") == "3: more"
+    assert say(three.agent(1, mine[0]), "sleep 6", "1: sleep 6", "more") == "3: more"
     rows = three.connect().execute("select trajectory, count(*) from turns group by 1")
     counts = {name: turns for name, turns in rows.fetchall() if not name.startswith(QUARANTINE)}
     assert counts == {mine[0]: 2} | dict.fromkeys(mine[1:], 1)
@@ -192,6 +193,20 @@ def test_it_stops_in_order(either_cluster: Callable[..., Cluster]) -> None:
     while _takes_connections(three.urls[1]):
         time.sleep(0.001)
     assert three.holds(2)[1] == [], "it closed its port before the others knew"
+
+
+@pytest.mark.more_but("one folder")
+def test_nobody_hears_that_another_one_ends(either_cluster: Callable[..., Cluster]) -> None:
+    """What is sent on to a proxy that ends meanwhile goes to whoever holds its names next."""
+    three = either_cluster()
+    fresh = [name for i in range(1200) if owner_of(name := f"fresh {i}", 3) == 0]
+    ending = threading.Timer(0.5, three.served[0].process.send_signal, [signal.SIGTERM])
+    ending.start()
+    with ThreadPoolExecutor(4) as clients:
+        said = list(clients.map(lambda name: say(three.agent(2, name), "hi"), fresh))
+    assert set(said) == {"1: hi"}
+    assert three.served[0].process.wait(20) == 128 + signal.SIGTERM
+    assert 0 < sum("serve-0" in lanes for lanes in three.lanes().values()) < len(fresh)
 
 
 def _takes_connections(url: str) -> bool:
