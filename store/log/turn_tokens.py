@@ -36,8 +36,8 @@ COLUMNS = ("seq", "prompt_ids", "completion_ids", "logprobs", "version_spans")
 spans."""
 SPAN = ("version", "start", "end")
 """Fields of a version span: the policy version, its first sampled token, and the first token after it."""
-KEPT_GROUPS = 64
-"""Row groups in memory, those read last: neighbours in a batch are often neighbours in a file."""
+KEPT_BYTES = 128 << 20
+"""Of row groups in memory, those read last: neighbours in a batch are often neighbours in a file."""
 
 _NONE = pa.Table.from_batches([], pa.schema([LOG_SCHEMA.field(name) for name in COLUMNS]))
 
@@ -73,7 +73,7 @@ class TurnTokens:
 
     def __init__(self, store: Path, ends: Mapping[str, int]) -> None:
         self._store, self._ends = store, dict(ends)
-        self._kept: LRUCache[_Key, _Rows] = LRUCache(KEPT_GROUPS)
+        self._kept: LRUCache[_Key, _Rows] = LRUCache(KEPT_BYTES, lambda rows: rows.nbytes)
         self._scratch = _Scratch()
         self._live: dict[str, tuple[int, _Rows]] = {}
 
@@ -134,7 +134,8 @@ class TurnTokens:
             except (pa.ArrowException, OSError) as error:
                 raise damaged(self._store, unit, TURNS, error) from error
             self._scratch.put(key, held)
-        self._kept[key] = held
+        if held.nbytes <= KEPT_BYTES:
+            self._kept[key] = held
         return held
 
     def _unsealed(self, lane: str, start: int) -> _Rows:
@@ -167,6 +168,11 @@ class _Rows:
     completions: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     has_logprobs: npt.NDArray[np.bool_]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays."""
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
 
     def arrays(self) -> list[npt.NDArray[Any]]:
         """All of them, in order."""

@@ -187,25 +187,30 @@ def collate_tokens(
     """
     shape = (len(samples), max(len(s) for s in samples))
     micro = MicroBatch(
-        np.zeros(shape, np.int64),
-        np.zeros(shape, np.bool_),
+        np.empty(shape, np.int64),
+        np.empty(shape, np.bool_),
+        np.empty(shape, np.float32),
+        np.empty(shape, np.float32),
         np.zeros(shape, np.float32),
-        np.ones(shape, np.float32),
-        np.zeros(shape, np.float32),
-        np.full(shape, -1, np.int64),
+        np.empty(shape, np.int64),
         lengths=np.array([len(sample) for sample in samples], np.int64) if packed else None,
         experts=None if mixture is None else _experts(samples, shape, mixture),
     )
     for row, sample in enumerate(samples):
-        length = len(sample)
-        micro.tokens[row, :length] = sample.tokens
-        micro.loss_mask[row, :length] = masks[row]
-        micro.rollout_logprobs[row, :length] = sample.logprobs
-        micro.temperatures[row, :length] = sample.temperatures
-        micro.versions[row, :length] = sample.versions
+        _fill(micro.tokens[row], sample.tokens, 0)
+        _fill(micro.loss_mask[row], masks[row], False)
+        _fill(micro.rollout_logprobs[row], sample.logprobs, 0.0)
+        _fill(micro.temperatures[row], sample.temperatures, 1.0)
+        _fill(micro.versions[row], sample.versions, -1)
     if not np.isfinite(micro.rollout_logprobs).all():
         np.nan_to_num(micro.rollout_logprobs, copy=False, nan=0.0)
     return micro
+
+
+def _fill(row: npt.NDArray[np.generic], values: npt.NDArray[np.generic], padding: float) -> None:
+    """Write values at the beginning of a row, and padding behind them."""
+    row[: len(values)] = values
+    row[len(values) :] = padding
 
 
 def _experts(samples: Sequence[Sample], shape: tuple[int, int], mixture: Mixture) -> ExpertIds:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -197,7 +198,7 @@ def experience_of(
     """
     scores = scores or Scores()
     masks = trained_masks(samples) if masks is None else masks
-    lengths = np.array([int(mask.sum()) for mask in masks], np.int64)
+    lengths = np.array([np.count_nonzero(mask) for mask in masks], np.int64)
     rewards = np.array([np.nan if s.reward is None else s.reward for s in samples], np.float64)
     rollout = np.concatenate(
         [np.zeros(0, np.float32), *(s.logprobs[mask] for s, mask in zip(samples, masks, strict=True))]
@@ -209,7 +210,7 @@ def experience_of(
         check_shape(f"{named}: weights", weights, rollout.shape)
     if token_weights is not None:
         weights = token_weights if weights is None else weights * token_weights
-    rollouts = _rollouts(samples, masks, rewards, old, scores, others)
+    rollouts = _rollouts(samples, masks, lengths, rewards, old, scores, others)
     experience = Experience(
         samples=tuple(samples),
         rewards=rewards,
@@ -226,6 +227,7 @@ def experience_of(
 def _rollouts(
     samples: Sequence[Sample],
     masks: Sequence[Bools],
+    lengths: Ints,
     rewards: Floats,
     old: Singles,
     scores: Scores,
@@ -234,13 +236,14 @@ def _rollouts(
     """The input of the algorithm's advantages.
 
     Args:
-        rewards: float64 [N]; old: float32 [P], logprobs of the policy that ratios are taken to.
+        lengths: int64 [N], trained tokens of each; rewards: float64 [N]; old: float32 [P], logprobs of the
+            policy that ratios are taken to.
     """
     return Rollouts(
         rewards=rewards,
         groups=numbered([s.trajectory_id if s.group is None else f"{s.run}/{s.group}" for s in samples]),
         trajectories=numbered([s.trajectory_id for s in samples]),
-        lengths=np.array([int(mask.sum()) for mask in masks], np.int64),
+        lengths=lengths,
         truncated=np.array([s.truncated for s in samples], np.bool_),
         turn_rewards=_turn_rewards(samples, masks),
         old_logprobs=old,
@@ -286,11 +289,13 @@ def _turn_rewards(samples: Sequence[Sample], masks: Sequence[Bools]) -> Floats |
 
 def _turns(samples: Sequence[Sample], masks: Sequence[Bools]) -> Ints:
     """The number of each trained token's turn in its sample's path, int64 [P]."""
-    each = (
-        np.searchsorted(sample.turn_ends, np.flatnonzero(mask), side="right")
+    numbers = [range(len(sample.turn_ends)) for sample in samples]
+    counts = [
+        np.count_nonzero(mask[start:end])
         for sample, mask in zip(samples, masks, strict=True)
-    )
-    return np.concatenate([np.zeros(0, np.int64), *each])
+        for start, end in pairwise((0, *sample.turn_ends))
+    ]
+    return np.repeat(np.fromiter(chain.from_iterable(numbers), np.int64), np.array(counts, np.int64))
 
 
 def _of_turns(sample: Sample, mask: Bools) -> Floats:

@@ -26,6 +26,9 @@ from rollbook.train.select.sample_ref import SampleRef
 from rollbook.train.select.samples import OF_ANOTHER, Bools, Ints, Sample
 
 _T = TypeVar("_T", bound=np.generic)
+_CHOSEN = ["place", "completed_lane", "completed_seq", "turn_id", "temperature"]
+_LEAF = ["turn_id", "prompt_length", "prompt_sha256"]
+"""Columns of turns, of all that a sample is made of, and of its last one."""
 
 
 class Materializer:
@@ -60,7 +63,7 @@ class Materializer:
         entries = _ranges(references.starts[numbers], counts)
         rows = references.path[entries]
         unique, back = np.unique(rows, return_inverse=True)
-        chosen = turns.take(pa.array(unique))
+        chosen = turns.select(_CHOSEN).take(pa.array(unique))
         ids = references.trajectories["trajectory_id"].take(chosen["place"])
         turn = self._tokens.read(
             chosen["completed_lane"].to_pylist(), chosen["completed_seq"].to_numpy(), ids.to_pylist()
@@ -101,7 +104,7 @@ class Materializer:
     def _check(self, numbers: Ints, arrays: _Arrays, ends: Ints) -> None:
         """Check that each sample's prompt is the ids that were sent, by length and sha256."""
         references = self._references
-        leaves = references.turns.take(pa.array(references.leaf[numbers]))
+        leaves = references.turns.select(_LEAF).take(pa.array(references.leaf[numbers]))
         lengths = leaves["prompt_length"].to_numpy()
         digests = leaves["prompt_sha256"].to_pylist()
         starts = np.concatenate([[0], ends[:-1]])

@@ -115,7 +115,7 @@ def test_tokens_are_read_again_from_scratch(
         return pwritev(_, parts, at)
 
     pwritev = os.pwritev
-    monkeypatch.setattr(turn_tokens, "KEPT_GROUPS", 1)
+    monkeypatch.setattr(turn_tokens, "KEPT_BYTES", 1)
     monkeypatch.setattr(os, "pwritev", write)
     if disk == "full":
         monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1, 1, 0))
