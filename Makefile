@@ -12,8 +12,10 @@ CLIENTS := .venv-clients
 SGLANG := .venv-sglang
 PARITY_ENV := .venv-parity
 SERVICE := .venv-service
-# Two processes more than cores, since tests wait now and then; each collects all tests, and makes what they share.
-PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 2) --maxprocesses 6 --dist loadfile
+# A process more than cores, since tests wait now and then; each collects all tests, and makes what they share.
+PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 6 --dist loadfile
+# Those that wait for nothing but themselves can do with one more.
+AND_ONE := --numprocesses $(shell expr $$(nproc) + 2)
 # To collect all tests takes each process half a minute.
 MARKED = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests | sort)
 PROPERTIES = $(shell grep -rl --include='test_*.py' hypothesis tests)
@@ -43,10 +45,10 @@ demo: $(STAMP)  ## record, query, train, replay: all of it, in a few minutes
 	$(BIN)/rollbook demo --replace
 
 test: $(STAMP)  ## every promise once, properties with few examples; those of one file stay together
-	$(PYTEST) --hypothesis-profile few -m "not crashes and not ranks and not service and not more"
+	$(PYTEST) $(AND_ONE) --hypothesis-profile few -m "not crashes and not ranks and not service and not more"
 
 test-more: $(STAMP)  ## what costs seconds and is held by a test above too; properties with all their examples
-	$(PYTEST) -m "(more or hypothesis) and not crashes and not ranks and not service" $(filter-out tests/hostile/%,$(sort $(call MARKED,more) $(PROPERTIES)))
+	$(PYTEST) $(AND_ONE) -m "(more or hypothesis) and not crashes and not ranks and not service" $(filter-out tests/hostile/%,$(sort $(call MARKED,more) $(PROPERTIES)))
 
 test-crashes: $(STAMP)  ## processes, servers and connections that end in the middle of everything: nothing is lost
 	$(PYTEST) -m crashes $(call MARKED,crashes)
