@@ -94,6 +94,15 @@ def _tail(store: Store, start: str | None, wanted: Filter) -> Tail:
         raise RequestError(409, "cut_not_held", text) from error
 
 
+def _held(store: Store, cut: Mapping[str, int]) -> dict[str, int]:
+    """What the store holds of a cut.
+
+    Raises:
+        RequestError: 409, the cut is of another store.
+    """
+    return _tail(store, format_cut(cut), Filter()).cut()
+
+
 def _end(start: Mapping[str, int], head: Mapping[str, int], limit: int | None) -> dict[str, int]:
     """The cut `limit` events after `start`, lane by lane; the head without a limit."""
     end = dict(start)
@@ -158,8 +167,8 @@ def _add_cursor_routes(app: FastAPI, recorder: Recorder, streams: EventStreams, 
             cut = _cut_of(raw)
         async with moving:
             old = await _cursor(streams, cursors, name) or {}
-            _check_forward(name, old, cut)
-            await streams.run(_tail, streams.store, format_cut(cut), Filter())  # the store holds it
+            _check_forward(name, await streams.run(_held, streams.store, old), cut)
+            await streams.run(_held, streams.store, cut)
             if cut != old:
                 await recorder.write(CursorMoved(name, format_cut(cut), caller_of(request).name))
         return {"cut": format_cut(cut)}

@@ -14,7 +14,7 @@ from rollbook.store.cut import Cut, format_cut
 from rollbook.store.errors import CutError
 from rollbook.store.events import Event, codec
 from rollbook.store.log.reader import LaneReader
-from rollbook.store.wal.files import closed_head, wait_for_growth, without_lanes
+from rollbook.store.wal.files import FENCED, closed_head, lane_folder, wait_for_growth, without_lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,24 @@ class Filter:
 EVERYTHING = Filter()
 
 
+def held_of(store: Path, cut: Cut) -> dict[str, int]:
+    """What the store holds of a cut that was read here. A lane that another host has ended since may hold
+    fewer events than were read: the others are orphans.
+
+    Raises:
+        CutError: the cut holds more of another lane than the store.
+    """
+    head, held = closed_head(store), dict[str, int]()
+    for lane, count in cut.items():
+        if count > head.get(lane, 0) and not (lane_folder(store, lane) / FENCED).exists():
+            raise CutError(
+                f"cut {format_cut(cut)!r} holds {count} events of lane {lane!r}, but the store has "
+                f"{head.get(lane, 0)}"
+            )
+        held[lane] = min(count, head.get(lane, 0))
+    return {lane: count for lane, count in held.items() if count}
+
+
 class Tail(AbstractContextManager["Tail"]):
     """Hands out each event of the store once, as it becomes durable.
 
@@ -62,19 +80,12 @@ class Tail(AbstractContextManager["Tail"]):
         wanted: which events to hand out.
 
     Raises:
-        CutError: `start` holds more than the store.
+        CutError: `start` holds more than the store, of a lane that was not ended by another host.
     """
 
     def __init__(self, store: Path, start: Cut, wanted: Filter = EVERYTHING) -> None:
         self._store, self._wanted = store, wanted
-        head = closed_head(store)
-        for lane, count in start.items():
-            if count > head.get(lane, 0):
-                raise CutError(
-                    f"cut {format_cut(start)!r} holds {count} events of lane {lane!r}, but the store has "
-                    f"{head.get(lane, 0)}"
-                )
-        self._cut = {lane: count for lane, count in start.items() if count}
+        self._cut = held_of(store, start)
         self._readers: dict[str, LaneReader] = {}
         self._round: Iterator[tuple[LaneReader, pa.RecordBatch]] | None = None
         self.until: Cut | None = None

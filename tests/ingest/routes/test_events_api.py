@@ -38,6 +38,7 @@ from rollbook.store import Event, Store, format_cut, parse_cut
 from rollbook.store.errors import CutError, RequestError, StoreError
 from rollbook.store.events import CursorMoved, StepPlanned, TurnCompleted, TurnFailed, TurnRequested
 from rollbook.store.events.codec import as_json, decode, from_json
+from rollbook.store.wal.files import FENCED, lane_folder
 from rollbook.testing.asgi import free_port
 
 
@@ -494,6 +495,12 @@ def test_a_cursor_is_kept_and_only_goes_forward(
     assert httpx.put(url, content=b"{").json()["error"]["code"] == "bad_json"
     assert httpx.get(f"{other.url}/v1/cursors/NO").json()["error"]["code"] == "bad_name"
     assert httpx.get(url).json() == {"cut": "notes=5,serve=1"}
+    # Another host has ended the lane, at fewer events than a consumer was given.
+    (lane_folder(served.path, "notes") / FENCED).touch()
+    for cut in ("notes=6,serve=1", "notes=5,serve=1"):
+        assert httpx.put(url, json={"cut": cut}).json() == {"cut": cut}
+    feed = httpx.get(f"{other.url}/v1/events", params={"format": "arrow", "from": "notes=7,serve=1"})
+    assert parse_cut(feed.headers["x-rollbook-cut"])["notes"] == 5
     other.stop()
 
 

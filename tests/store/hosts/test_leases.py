@@ -189,6 +189,7 @@ def test_a_claim_of_a_lost_host_is_taken_over_and_its_lanes_end(hosts: Hosts, no
         cut.is_cut = True
         alone = writer.append([note("alone", "trajectory-1")])
         assert alone.result(1) == 5, "acknowledged here, as its lease has not ended"
+        read_here = a.head()
         late = None
         with b.claim("x", "wait", 20):
             assert [e.record.value for e in b.events()] == ["0", "1", "2", "3", "4"]
@@ -217,6 +218,11 @@ def test_a_claim_of_a_lost_host_is_taken_over_and_its_lanes_end(hosts: Hosts, no
     ]
     assert orphans[0].trajectory_id == "trajectory-1"
     assert b.head()[lane] == a.head()[lane] == 5
+    assert read_here[lane] == 6
+    with a.tail(read_here) as tail:  # who read it here goes on
+        kinds = [event.kind for event in tail.poll()]
+        assert (kinds.count("event.orphaned"), kinds.count("label.added")) == (2, 1)
+        assert tail.cut() == a.head()
 
 
 def test_a_claim_is_waited_for_only_while_its_holder_may_be_lost(folder_hosts: Hosts) -> None:
