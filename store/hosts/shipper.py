@@ -104,6 +104,7 @@ class LaneShipper:
         self._waiting: deque[tuple[int, Future[int], int]] = deque()
         self._durable = self._at.next_seq
         self._fenced: FencedError | None = None
+        self._trouble: str | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=f"ship-{lane}", daemon=True)
         self._thread.start()
@@ -112,6 +113,15 @@ class LaneShipper:
     def shipped(self) -> int:
         """How many events of the lane the medium has."""
         return self._at.next_seq
+
+    @property
+    def waiting(self) -> str | None:
+        """What acknowledgements wait for, or None."""
+        trouble = self._trouble
+        if not self._sender.session.valid:
+            why = "" if trouble is None else f": {trouble}"
+            return f"this process's lease has run out, as the medium does not answer{why}"
+        return f"the medium does not answer: {trouble}" if trouble and self._sender.gated else None
 
     def acknowledge(self, mark: Watermark, acknowledged: Acknowledged) -> None:
         """Resolve the futures of what is durable here up to a mark, now or when it may be."""
@@ -152,7 +162,7 @@ class LaneShipper:
             try:
                 grew = self._ship()
                 self._release()
-                retry = 0.0
+                retry, self._trouble = 0.0, None
                 self._due = begun + self._pace(begun, grew)
             except FencedError as error:
                 self._end(error)
@@ -160,7 +170,7 @@ class LaneShipper:
             except (StoreError, OSError) as error:
                 if not retry:
                     logger.warning("lane %s is not shipped, and tried again: %s", self.lane, error)
-                retry = min(max(2 * retry, RETRY_S), LONGEST_RETRY_S)
+                retry, self._trouble = min(max(2 * retry, RETRY_S), LONGEST_RETRY_S), str(error)
                 with contextlib.suppress(FencedError):
                     self._release()
             if self._closing and (self._at.next_seq >= self._durable or time.monotonic() > self._until):

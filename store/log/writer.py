@@ -62,6 +62,10 @@ logger = logging.getLogger(__name__)
 class Shipment(Protocol):
     """What carries a lane to other hosts while a writer has it."""
 
+    @property
+    def waiting(self) -> str | None:
+        """What acknowledgements wait for, or None."""
+
     def acknowledge(self, mark: files.Watermark, acknowledged: Acknowledged) -> None:
         """Resolve the futures of what is durable here, once it may count as acknowledged."""
 
@@ -274,8 +278,8 @@ class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
 
     @property
     def waiting(self) -> str | None:
-        """What appends wait for, such as a free descriptor, or None."""
-        return self._flusher.waiting
+        """What appends wait for, such as a free descriptor, or a medium that is away; or None."""
+        return self._flusher.waiting or (None if self._shipment is None else self._shipment.waiting)
 
     def close(self) -> None:
         """Commit what is pending and give the lane back. Safe to call twice."""

@@ -254,6 +254,7 @@ def test_with_ack_medium_nothing_that_was_acknowledged_is_an_orphan(folder_hosts
         alone = writer.append([note("alone")])
         with pytest.raises(TimeoutError):
             alone.result(0.3)
+        assert str(writer.waiting).startswith("the medium does not answer: ")
         assert a.head() == {writer.lane: 1}
         with b.claim("x", "wait", 20):
             assert [e.record.value for e in b.events()] == ["0"]
@@ -290,13 +291,16 @@ def test_a_lease_that_was_not_taken_over_goes_on(folder_hosts: Hosts, note: Note
     cut = cut_off(a)
     with a.writer("work") as writer:
         writer.append([note("0")]).result(10)
+        assert writer.waiting is None
         cut.is_cut = True
         time.sleep(LEASE_S)
+        assert "lease has run out" in str(writer.waiting), "though nothing waits yet"
         late = writer.append([note("1")])
         with pytest.raises(TimeoutError):
             late.result(0.3)
         cut.is_cut = False
         assert late.result(10) == 1
+        assert writer.waiting is None
     b = folder_hosts.open("b")
     assert rows(a) == rows(b)
     assert len(rows(b)) == 2
