@@ -451,16 +451,16 @@ def _training_events(
     """The events of these steps and checkpoints, and the trajectories that their plans dropped."""
     attempts = {step.planned.step: step.planned.attempt for step in steps}
     kept: list[Event] = []
-    drops: list[Event] = []  # of the plan that follows: both were appended together
+    drops: dict[str, list[Event]] = {}  # lane -> those of the plan that follows in it
     dropped: set[str] = set()
     for event in log.events_of(KINDS | {RunOpened.KIND, StepVectors.KIND}):
         if isinstance(event.record, SampleDropped):
-            drops.append(event)
+            drops.setdefault(event.lane, []).append(event)
         elif isinstance(event.record, StepPlanned):
+            own = drops.pop(event.lane, [])
             if _is_of(event, history, attempts):
-                kept += [*drops, event]
-                dropped |= {d.record.trajectory_id for d in drops if isinstance(d.record, SampleDropped)}
-            drops = []
+                kept += [*own, event]
+                dropped |= {d.record.trajectory_id for d in own if isinstance(d.record, SampleDropped)}
         elif isinstance(event.record, CheckpointWritten):
             kept += [event] if event.run == history.run and event.record in checkpoints else []
         elif isinstance(event.record, RunOpened):

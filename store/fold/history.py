@@ -267,17 +267,16 @@ def fold_histories(events: Iterable[Event]) -> dict[PolicyKey, History]:
     their drops.
     """
     builders: dict[PolicyKey, _HistoryBuilder] = {}
-    drops: list[SampleDropped] = []  # of the plan that follows: both were appended together
+    drops: dict[str, list[SampleDropped]] = {}  # lane -> those of the plan that follows in it
     for event in events:
         record = event.record
         if isinstance(record, SampleDropped):
-            drops.append(record)
+            drops.setdefault(event.lane, []).append(record)
         elif isinstance(record, _OF_POLICY):
             key = (event.run, record.policy)
             builder = builders.setdefault(key, _HistoryBuilder(History(*key)))
             if isinstance(record, StepPlanned):
-                builder.plans[record.step, record.attempt] = record, drops
-                drops = []
+                builder.plans[record.step, record.attempt] = record, drops.pop(event.lane, [])
             else:
                 builder.take(record, event)
     return {key: builder.settled() for key, builder in builders.items()}

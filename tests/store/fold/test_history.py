@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,6 +110,21 @@ def test_only_committed_steps_consume() -> None:
     assert history.dropped == set(), "the first attempt's drop was never committed"
     history = _history(*lost, fabric.committed(0, 1))
     assert (history.consumed(), history.dropped) == ({"t0.0", "t1.0"}, {"t8.0"})
+
+
+@pytest.mark.parametrize("lanes", [("a", "b"), ("b", "a")])
+def test_drops_are_of_a_plan_of_their_lane(lanes: tuple[str, str]) -> None:
+    """A training that noted drops and ended, with its host: no step of another lane has dropped them."""
+    drop = SampleDropped("t8", "t8.0", "no_version", "r", 1, {})
+    steps = [fabric.planned(0, 0, turns=["t0.0"]), fabric.committed(0, 1), drop]
+    after = [fabric.planned(1, 1, turns=["t1.0"]), fabric.committed(1, 2)]
+    ended, going_on = (
+        [replace(event, lane=lane) for event in fabric.events(made)]
+        for lane, made in zip(lanes, (steps, after), strict=True)
+    )
+    for events in (ended + going_on, going_on + ended):
+        history = fold_history(events, fabric.RUN, "actor")
+        assert (history.consumed(), history.dropped, history.next_step) == ({"t0.0", "t1.0"}, set(), 2)
 
 
 def test_attempts_are_counted() -> None:
