@@ -13,9 +13,8 @@ SGLANG := .venv-sglang
 PARITY_ENV := .venv-parity
 SERVICE := .venv-service
 # A process more than cores, since tests wait now and then; each collects all tests, and makes what they share.
-PYTEST := $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 6 --dist loadfile
-# Those that wait for nothing but themselves can do with one more.
-AND_ONE := --numprocesses $(shell expr $$(nproc) + 2)
+# Suites whose tests wait for nothing but themselves can do with one more.
+PYTEST = $(BIN)/pytest --numprocesses $(shell expr $$(nproc) + $(1)) --maxprocesses 4 --dist loadfile
 # To collect all tests takes each process half a minute.
 MARKED = $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests | sort)
 PROPERTIES = $(shell grep -rl --include='test_*.py' hypothesis tests)
@@ -45,22 +44,22 @@ demo: $(STAMP)  ## record, query, train, replay: all of it, in a few minutes
 	$(BIN)/rollbook demo --replace
 
 test: $(STAMP)  ## every promise once, properties with few examples; those of one file stay together
-	$(PYTEST) $(AND_ONE) --hypothesis-profile few -m "not crashes and not ranks and not service and not more"
+	$(call PYTEST,2) --hypothesis-profile few -m "not crashes and not ranks and not service and not more"
 
 test-more: $(STAMP)  ## what costs seconds and is held by a test above too; properties with all their examples
-	$(PYTEST) $(AND_ONE) -m "(more or hypothesis) and not crashes and not ranks and not service" $(filter-out tests/hostile/%,$(sort $(call MARKED,more) $(PROPERTIES)))
+	$(call PYTEST,2) -m "(more or hypothesis) and not crashes and not ranks and not service" $(filter-out tests/hostile/%,$(sort $(call MARKED,more) $(PROPERTIES)))
 
 test-crashes: $(STAMP)  ## processes, servers and connections that end in the middle of everything: nothing is lost
-	$(PYTEST) -m crashes $(call MARKED,crashes)
+	$(call PYTEST,1) -m crashes $(call MARKED,crashes)
 
 test-ranks: $(STAMP)  ## trainings over two and four ranks, and ranks that die or hang
 	$(BIN)/pytest -m ranks $(call MARKED,ranks) --numprocesses 3 --dist loadfile
 
 test-hostile: $(STAMP)  ## every attack beside honest clients, hostile model folders, planted secrets
-	$(PYTEST) tests/hostile
+	$(call PYTEST,1) tests/hostile
 
 test-bench: $(STAMP)  ## that the benchmarks measure what they say
-	$(PYTEST) -m "not service" tests/bench
+	$(call PYTEST,1) -m "not service" tests/bench
 
 test-clients: $(STAMP) $(CLIENTS)/.installed $(CLIENTS)/verifiers/.installed $(CLIENTS)/browser_use/.installed $(CLIENTS)/openenv/.installed $(CLIENTS)/daft/.installed  ## real client libraries against the proxy
 	$(BIN)/pytest tests/clients --numprocesses auto --maxprocesses 4
@@ -88,7 +87,7 @@ $(PARITY_ENV)/.installed: tests/parity/requirements.txt | $(UV_HOME)/$(UV_VERSIO
 	@touch $@
 
 test-service: $(STAMP) $(SERVICE)/.installed  ## the real Tinker client against the training service
-	$(PYTEST) -m service $(call MARKED,service)
+	$(call PYTEST,1) -m service $(call MARKED,service)
 
 $(SERVICE)/.installed: tests/service/requirements.txt | $(UV_HOME)/$(UV_VERSION)
 	@echo "setting up $(SERVICE) (seconds)"

@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 18
 def moto_app() -> Any:
     """moto's services as a WSGI application, which looks once for the one that a host name means.
 
-    moto looks through all of them at each request, in folders and by patterns: half of what a request costs.
+    moto looks through all of them at each request, in folders and by patterns: much of what a request costs.
     """
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rollbook.store.errors import CutError
 
@@ -19,6 +19,23 @@ _COUNT = re.compile(r"[0-9]{1,18}")
 def format_cut(cut: Cut) -> str:
     """The canonical text of a cut: sorted lanes, empty ones left out, `empty` when nothing is held."""
     return ",".join(f"{lane}={count}" for lane, count in sorted(cut.items()) if count) or "empty"
+
+
+def check_held(cut: Cut, head: Cut, ended: Callable[[str], bool] = lambda lane: False) -> None:
+    """See that a store with this head holds a cut.
+
+    Args:
+        ended: whether a lane may hold fewer events than were read.
+
+    Raises:
+        CutError: it holds fewer of another lane.
+    """
+    for lane, count in cut.items():
+        if count > head.get(lane, 0) and not ended(lane):
+            raise CutError(
+                f"cut {format_cut(cut)!r} holds {count} events of lane {lane!r}, but the store has "
+                f"{head.get(lane, 0)}"
+            )
 
 
 def parse_cut(text: str) -> dict[str, int]:

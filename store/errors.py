@@ -46,7 +46,6 @@ A message names the thing, the value, and the remedy. All of them survive pickli
 from __future__ import annotations
 
 import errno
-from typing import ClassVar
 
 SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 """`errno` of a temporary shortage of descriptors or memory."""
@@ -144,13 +143,8 @@ class RequestError(RollbookError):
 
 
 class EndingError(RequestError):
-    """A request that the process it came to does not answer any more, as that ends: 503, to be sent again.
-
-    Attributes:
-        headers: of the reply; by them another proxy knows that it is the one to send it again.
-    """
-
-    headers: ClassVar[dict[str, str]] = {"x-rollbook-ending": "true"}
+    """A request that the process it came to does not answer any more, as that ends, or has given the name
+    away: 503, to be sent again."""
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from yarl import URL
 
+from rollbook.edge.errors import ENDING_HEADER
 from rollbook.edge.forwarding import MADE_ANEW, end_to_end, header_value
 from rollbook.edge.requests import ClientGone, ClientWatch
 from rollbook.ingest.access import ROUTES, RULES
@@ -285,7 +286,7 @@ class _Call:
             number, reply = seats.holder(to.number) if to.role == "holder" else to.number, None
             if number is not None:
                 reply = await self._asked(number, to)
-            if reply is not None and not _is_moved(reply) and not _is_ending(reply):
+            if reply is not None and not _is_moved(reply):
                 return reply
             if time.monotonic() > until:
                 raise ProxyAwayError(to.number)
@@ -342,19 +343,12 @@ class _Call:
 
 
 def _is_moved(reply: aiohttp.ClientResponse) -> bool:
-    """Whether a reply says that the request is another proxy's; it is done with then."""
-    moved = reply.status == MOVED and MOVED_HEADER in reply.headers
+    """Whether a reply says that the request is another proxy's, or that its own is ending; it is done with
+    then."""
+    moved = ENDING_HEADER in reply.headers or (reply.status == MOVED and MOVED_HEADER in reply.headers)
     if moved:
         reply.close()
     return moved
-
-
-def _is_ending(reply: aiohttp.ClientResponse) -> bool:
-    """Whether a reply says that its proxy is ending, and that another one is to be asked."""
-    ending = all(reply.headers.get(name) == value for name, value in EndingError.headers.items())
-    if ending:
-        reply.close()
-    return ending
 
 
 class _SentOn(Response):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import orjson
 from fastapi import FastAPI, Request, Response
@@ -17,7 +18,7 @@ from rollbook.store import Store, format_cut, parse_cut
 from rollbook.store.errors import CutError, RequestError
 from rollbook.store.events import RECORDS, CursorMoved, Json
 from rollbook.store.log.consumer import NO_CURSORS, Cursors
-from rollbook.store.log.tail import Filter, Tail
+from rollbook.store.log.tail import Filter, Tail, held_of
 
 PARAMETERS = frozenset({"from", "kinds", "run", "limit", "follow", "format"})
 FORMATS = ("sse", "arrow")
@@ -87,20 +88,18 @@ def _tail(store: Store, start: str | None, wanted: Filter) -> Tail:
         cut = store.cut(start or "") if named else parse_cut(start or "empty")
     except CutError as error:
         raise RequestError(400, "bad_cut", str(error)) from error
-    try:
+    with _of_this_store():
         return Tail(store.path, cut, wanted)
+
+
+@contextlib.contextmanager
+def _of_this_store() -> Iterator[None]:
+    """Context: what refuses a cut as more than the store holds is a RequestError, 409."""
+    try:
+        yield
     except CutError as error:
         text = f"{error}: is this the store that the cut is from?"
         raise RequestError(409, "cut_not_held", text) from error
-
-
-def _held(store: Store, cut: Mapping[str, int]) -> dict[str, int]:
-    """What the store holds of a cut.
-
-    Raises:
-        RequestError: 409, the cut is of another store.
-    """
-    return _tail(store, format_cut(cut), Filter()).cut()
 
 
 def _end(start: Mapping[str, int], head: Mapping[str, int], limit: int | None) -> dict[str, int]:
@@ -167,8 +166,7 @@ def _add_cursor_routes(app: FastAPI, recorder: Recorder, streams: EventStreams, 
             cut = _cut_of(raw)
         async with moving:
             old = await _cursor(streams, cursors, name) or {}
-            _check_forward(name, await streams.run(_held, streams.store, old), cut)
-            await streams.run(_held, streams.store, cut)
+            await streams.run(_check_move, streams.store, name, old, cut)
             if cut != old:
                 await recorder.write(CursorMoved(name, format_cut(cut), caller_of(request).name))
         return {"cut": format_cut(cut)}
@@ -192,6 +190,17 @@ def _cut_of(raw: bytes) -> dict[str, int]:
         return parse_cut(body["cut"])
     except CutError as error:
         raise RequestError(400, "bad_cut", str(error)) from error
+
+
+def _check_move(store: Store, name: str, old: Mapping[str, int], new: Mapping[str, int]) -> None:
+    """See that a cursor moves forward, to what the store holds.
+
+    Raises:
+        RequestError: 409.
+    """
+    with _of_this_store():
+        _check_forward(name, held_of(store.path, old), new)
+        held_of(store.path, new)
 
 
 def _check_forward(name: str, old: Mapping[str, int], new: Mapping[str, int]) -> None:

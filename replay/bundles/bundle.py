@@ -41,7 +41,7 @@ from rollbook.store.events import (
     SyncFinished,
     SyncStarted,
 )
-from rollbook.store.fold.history import KINDS, CommittedStep, History, all_samples
+from rollbook.store.fold.history import KINDS, CommittedStep, History, all_samples, with_drops
 from rollbook.store.interchange.bundle import (
     FORMAT,
     LAST_WITHOUT_WEIGHTS,
@@ -451,16 +451,12 @@ def _training_events(
     """The events of these steps and checkpoints, and the trajectories that their plans dropped."""
     attempts = {step.planned.step: step.planned.attempt for step in steps}
     kept: list[Event] = []
-    drops: dict[str, list[Event]] = {}  # lane -> those of the plan that follows in it
     dropped: set[str] = set()
-    for event in log.events_of(KINDS | {RunOpened.KIND, StepVectors.KIND}):
-        if isinstance(event.record, SampleDropped):
-            drops.setdefault(event.lane, []).append(event)
-        elif isinstance(event.record, StepPlanned):
-            own = drops.pop(event.lane, [])
+    for event, drops in with_drops(log.events_of(KINDS | {RunOpened.KIND, StepVectors.KIND})):
+        if isinstance(event.record, StepPlanned):
             if _is_of(event, history, attempts):
-                kept += [*own, event]
-                dropped |= {d.record.trajectory_id for d in own if isinstance(d.record, SampleDropped)}
+                kept += [*(noted for noted, _ in drops), event]
+                dropped |= {drop.trajectory_id for _, drop in drops}
         elif isinstance(event.record, CheckpointWritten):
             kept += [event] if event.run == history.run and event.record in checkpoints else []
         elif isinstance(event.record, RunOpened):

@@ -11,7 +11,7 @@ while a training waits for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -260,6 +260,17 @@ def fold_history(events: Iterable[Event], run: str, policy: str) -> History:
     return fold_histories(e for e in events if e.run == run).get((run, policy), History(run, policy))
 
 
+def with_drops(events: Iterable[Event]) -> Iterator[tuple[Event, list[tuple[Event, SampleDropped]]]]:
+    """Each event that is no drop; a plan with the drops that its lane has noted since the plan before, else
+    with none. Those that no plan of their lane follows are of no step."""
+    waiting: dict[str, list[tuple[Event, SampleDropped]]] = {}
+    for event in events:
+        if isinstance(event.record, SampleDropped):
+            waiting.setdefault(event.lane, []).append((event, event.record))
+        else:
+            yield event, waiting.pop(event.lane, []) if isinstance(event.record, StepPlanned) else []
+
+
 def fold_histories(events: Iterable[Event]) -> dict[PolicyKey, History]:
     """The training histories of all policies. Events of one lane come in order, lanes in any.
 
@@ -267,16 +278,13 @@ def fold_histories(events: Iterable[Event]) -> dict[PolicyKey, History]:
     their drops.
     """
     builders: dict[PolicyKey, _HistoryBuilder] = {}
-    drops: dict[str, list[SampleDropped]] = {}  # lane -> those of the plan that follows in it
-    for event in events:
+    for event, drops in with_drops(events):
         record = event.record
-        if isinstance(record, SampleDropped):
-            drops.setdefault(event.lane, []).append(record)
-        elif isinstance(record, _OF_POLICY):
+        if isinstance(record, _OF_POLICY):
             key = (event.run, record.policy)
             builder = builders.setdefault(key, _HistoryBuilder(History(*key)))
             if isinstance(record, StepPlanned):
-                builder.plans[record.step, record.attempt] = record, drops.pop(event.lane, [])
+                builder.plans[record.step, record.attempt] = record, [drop for _, drop in drops]
             else:
                 builder.take(record, event)
     return {key: builder.settled() for key, builder in builders.items()}

@@ -23,7 +23,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollbook.store.cut import Cut, format_cut, parse_cut
+from rollbook.store.cut import Cut, check_held, parse_cut
 from rollbook.store.errors import CorruptionError, CutError, FencedError
 from rollbook.store.events import BodyStored, Event, RunOpened, StepPlanned, TrajectoryOpened, codec
 from rollbook.store.fold.trajectory import Trajectory, fold
@@ -157,13 +157,7 @@ class Store:
 
     def _check_held(self, cut: Cut, head: Cut | None = None) -> None:
         """Refuse a cut that holds more than the store."""
-        head = self.head() if cut and head is None else head or {}
-        for lane, count in cut.items():
-            if count > head.get(lane, 0):
-                raise CutError(
-                    f"cut {format_cut(cut)!r} holds {count} events of lane {lane!r}, but the store has "
-                    f"{head.get(lane, 0)}"
-                )
+        check_held(cut, self.head() if cut and head is None else head or {})
 
     def _step_cut(self, text: str, run: str | None) -> dict[str, int]:
         number = text.removeprefix("step:")

@@ -10,8 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollbook.store.cut import Cut, format_cut
-from rollbook.store.errors import CutError
+from rollbook.store.cut import Cut, check_held
 from rollbook.store.events import Event, codec
 from rollbook.store.log.reader import LaneReader
 from rollbook.store.wal.files import FENCED, closed_head, lane_folder, wait_for_growth, without_lanes
@@ -56,14 +55,9 @@ def held_of(store: Path, cut: Cut) -> dict[str, int]:
     Raises:
         CutError: the cut holds more of another lane than the store.
     """
-    head, held = closed_head(store), dict[str, int]()
-    for lane, count in cut.items():
-        if count > head.get(lane, 0) and not (lane_folder(store, lane) / FENCED).exists():
-            raise CutError(
-                f"cut {format_cut(cut)!r} holds {count} events of lane {lane!r}, but the store has "
-                f"{head.get(lane, 0)}"
-            )
-        held[lane] = min(count, head.get(lane, 0))
+    head = closed_head(store)
+    check_held(cut, head, lambda lane: (lane_folder(store, lane) / FENCED).exists())
+    held = {lane: min(count, head.get(lane, 0)) for lane, count in cut.items()}
     return {lane: count for lane, count in held.items() if count}
 
 

@@ -45,13 +45,19 @@ UNIT_WAL_BYTES = 64 << 20
 logger = logging.getLogger(__name__)
 
 
-def closed_segments(store: Path, lane: str) -> list[int]:
-    """Numbers of the segments that are closed and not sealed, rising."""
+def closed_segments(store: Path, lane: str, *, all_of_it: bool = False) -> list[int]:
+    """Numbers of the segments that are closed and not sealed, rising.
+
+    Args:
+        all_of_it: the last segment too, if nothing of it is this host's alone.
+    """
     folder = lane_folder(store, lane)
     start = unsealed_start(store, lane).number
-    end = read_watermark(folder).segment
-    carried = carried_to(store, lane)
-    if carried is not None:
+    mark, carried = read_watermark(folder), carried_to(store, lane)
+    end = mark.segment
+    if all_of_it and (carried is None or carried.next_seq >= mark.next_seq):
+        end += 1  # segments behind what was carried hold no event
+    elif carried is not None:
         end = min(end, carried.segment)  # what other hosts do not have yet stays in its file
     return [n for n in segment_numbers(folder) if start <= n < end]
 
@@ -65,15 +71,9 @@ def seal_closed(store: Path, lane: str, settings: SealSettings, *, all_of_it: bo
     Raises:
         CorruptionError: a segment is damaged; the lane is quarantined, what came before it is sealed.
     """
-    numbers = closed_segments(store, lane)
-    last, carried = read_watermark(lane_folder(store, lane)), carried_to(store, lane)
-    if all_of_it and (carried is None or carried.next_seq >= last.next_seq):
-        # The segments behind what was carried hold no event then, and go with it.
-        start = unsealed_start(store, lane).number
-        numbers = [n for n in segment_numbers(lane_folder(store, lane)) if start <= n <= last.segment]
     group: list[int] = []
     size = 0
-    for number in numbers:
+    for number in closed_segments(store, lane, all_of_it=all_of_it):
         size += segment_path(lane_folder(store, lane), number).stat().st_size
         group.append(number)
         if size >= UNIT_WAL_BYTES:

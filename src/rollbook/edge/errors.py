@@ -14,6 +14,7 @@ from starlette.responses import Response
 from rollbook.store.errors import (
     SHORT,
     CatalogError,
+    EndingError,
     EngineError,
     LimitError,
     RequestError,
@@ -28,6 +29,8 @@ FINAL = (400, 401, 403, 404, 405, 409, 413, 414, 415, 421, 422, 431)
 ErrorForm = Callable[[str, int, str, str], dict[str, Any]]
 """(a request's path, status, code, message) -> the body of the reply."""
 _OPENAI_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+ENDING_HEADER = "x-rollbook-ending"
+"""Of a reply that says that its proxy is ending: another proxy, which sent the request on, asks the next."""
 RETRY_AFTER_S = {503: 10, 429: 1, 408: 1}
 """Seconds; some clients give up if asked to wait for a minute or more."""
 
@@ -72,6 +75,8 @@ def error_reply(path: str, error: Exception, form: ErrorForm) -> Response:
     """An error as a reply to a request of this path, with a code and a remedy."""
     status, code, message = describe(error)
     headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, EndingError):
+        headers[ENDING_HEADER] = "true"
     if status in FINAL and code != "trajectory_busy":
         headers["x-should-retry"] = "false"
     if status in RETRY_AFTER_S:
