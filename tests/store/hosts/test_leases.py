@@ -237,7 +237,7 @@ def test_a_claim_is_waited_for_only_while_its_holder_may_be_lost(folder_hosts: H
     assert time.monotonic() - begun < 3.0
     begun = time.monotonic()
     _is_held(lambda: b.claim("x", "wait", at_once=True))
-    assert time.monotonic() - begun < 0.5
+    assert time.monotonic() - begun < 1.0
     cut.is_cut = True
     with b.claim("x", "wait"):
         assert a.carrier.session.fenced is None, "it cannot know yet"
