@@ -7,6 +7,7 @@ checked replies count; the number of wrong ones is in `wrong`, with the first re
 from __future__ import annotations
 
 import asyncio
+import itertools
 import base64
 import os
 import sys
@@ -62,6 +63,9 @@ class Tally:
         return counts | {"whole_ms": whole, "first_ms": first}
 
 
+_COUNT = itertools.count()
+
+
 class WrongReply(Exception):
     """A reply that differs from the engine's."""
 
@@ -89,7 +93,8 @@ class Conversation:
         number = self.material.reply_number(self.seed, turn, last=turn == self.turns - 1)
         if turn:
             call_id = self.messages[-1]["tool_calls"][0]["id"]
-            result = self.material.result(self.seed, turn)
+            # What tools say is never the same twice, as caches of whole texts would like it.
+            result = f"{self.material.result(self.seed, turn)}\n({next(_COUNT)})"
             self.messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
         last = self.messages[-1]
         last["content"] = marked(last["content"], number)

@@ -6,7 +6,7 @@ token is the text to append. A bridge only appends. On any doubt it is refused w
 request becomes a new root: one more sample, never a wrong token.
 
 Of a long conversation only the part that decides is rendered. Chat templates look at the system messages, at
-the last thing the user said, and at the messages around the end; what a bridge appends rarely depends on
+the last thing the user said, and at the end; what a bridge appends rarely depends on
 anything between. Whether that holds for a template is tried, not assumed: see `Bridges`.
 
 A trial asks a template for the same many times, so what was rendered is remembered.
@@ -21,8 +21,9 @@ from typing import Any, Protocol, cast
 
 import jinja2
 import numpy as np
+from cachetools import LRUCache
 
-from rollbook.ingest.tokens.chat_template import ChatTokenizer
+from rollbook.ingest.tokens.chat_template import ChatTokenizer, WrittenTool
 from rollbook.ingest.tokens.message_form import reasoning_of, reasoning_removed
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, TokenIds
@@ -31,6 +32,10 @@ SENTINEL = f"sentinel-{secrets.token_hex(8)}"
 """Random per process: text that happens to hold it makes a root, which is safe."""
 THOUGHT = f"thought-{secrets.token_hex(8)}"
 """Stands for a reply's reasoning, likewise."""
+
+
+CONTEXTS = 64
+"""Contexts whose tools are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,17 @@ class Bridges:
     policy: TreePolicy = field(default_factory=TreePolicy)
     refused: str | None = None
     by_excerpt: bool = False
+    _tools: LRUCache[str, list[Json]] = field(default_factory=lambda: LRUCache(CONTEXTS))
+
+    def tools(self, key: str, tools: Sequence[Json] | None) -> Sequence[Json] | None:
+        """The tools of a context, written once for all its requests.
+
+        Args:
+            key: the context's, of which the tools are a part.
+        """
+        if tools and key not in self._tools:
+            self._tools[key] = [WrittenTool(tool) for tool in tools]
+        return self._tools[key] if tools else None
 
     @classmethod
     def tested(cls, tokenizer: ChatTokenizer, policy: TreePolicy | None = None) -> Bridges:
@@ -317,15 +333,11 @@ def _bridge_is_rendering(
     return np.array_equal(tokenizer.encode(rendered)[-len(end) :], end)
 
 
-TAIL = 6
-"""Fewest messages kept at the end."""
-
-
 def excerpt(messages: Sequence[Json], new: Sequence[Json]) -> list[Json]:
-    """Leading system messages, the last user message and the end, from an assistant's message on.
+    """Leading system messages and the last user message, behind which the reply and the new messages come.
 
-    If the user speaks again among the new messages the end is all since the last time: many templates rewrite
-    that then. Short conversations are given back whole.
+    If the user speaks again among the new messages it is all from the user message before the last on: many
+    templates rewrite that then. Conversations without a user message are given back whole.
     """
     lead = 0
     while lead < len(messages) and messages[lead].get("role") in ("system", "developer"):
@@ -333,15 +345,9 @@ def excerpt(messages: Sequence[Json], new: Sequence[Json]) -> list[Json]:
     spoken = [i for i in range(lead, len(messages)) if messages[i].get("role") == "user"]
     if not spoken:
         return list(messages)
-    # Two things the user said: what templates do with the turns before the last one shows.
-    first = spoken[-2] if len(spoken) > 1 else spoken[-1]
-    speaks = any(m.get("role") not in ("tool", "function") for m in new)
-    cut = 0 if speaks else len(messages) - TAIL
-    while cut > spoken[-1] and messages[cut].get("role") != "assistant":
-        cut -= 1
-    if cut <= spoken[-1] + 1:
-        return [*messages[:lead], *messages[first:]]
-    return [*messages[:lead], *messages[first : spoken[-1] + 1], *messages[cut:]]
+    if any(m.get("role") not in ("tool", "function") for m in new):
+        return [*messages[:lead], *messages[spoken[-2:][0] :]]
+    return [*messages[:lead], messages[spoken[-1]]]
 
 
 Trial = tuple[list[Json], Json, list[Json], list[Json] | None]

@@ -2,15 +2,6 @@
 
 The template runs in the sandbox and with the extras that Hugging Face templates expect: `tojson`
 without HTML escapes, `raise_exception`, `strftime_now`, the `generation` block and loop controls.
-
-Long texts are encoded piece by piece, with the ids that the whole has. A tokenizer takes about 500 bytes a
-token while it encodes, so that a text of megabytes would take hundreds. A text is cut only where a word
-begins, as the tokenizer itself splits it, well before the end of what it was shown, and only where what
-follows has the same ids with and without what stands before. Words are encoded by themselves, and the letters
-around them decide where they end: so the ids are those of the whole. Where no such place is found, the whole
-is encoded at once.
-
-Text that is far longer than the model's context is refused before ids are made of it.
 """
 
 from __future__ import annotations
@@ -20,20 +11,21 @@ import datetime
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 import numpy as np
-import numpy.typing as npt
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from rollbook.engines.model_files import model_file, read_json, read_text
 from rollbook.ingest.tokens.message_form import in_form
 from rollbook.ingest.tokens.sandbox import BoundedSandbox, Unbounded, budget
 from rollbook.ingest.tokens.template_traits import TemplateTraits, image_part, probed
-from rollbook.store.errors import EngineError, LimitError, ModelError, RequestError, RollbookError
+from rollbook.ingest.tokens.text_encoder import TextEncoder, read_quick
+from rollbook.store.errors import EngineError, ModelError, RequestError, RollbookError
 from rollbook.store.events import Json, TokenIds
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -41,7 +33,19 @@ RESERVED = frozenset(("messages", "tools", "add_generation_prompt", "generate", 
 """Names under which a template is given what is not the client's to give."""
 
 
+class WrittenTool(dict[str, Any]):
+    """A tool, and its JSON as templates write it: of one conversation's tools it is written once."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, tool: Json) -> None:
+        super().__init__(tool)
+        self.text = json.dumps(tool, ensure_ascii=False)
+
+
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    if type(value) is WrittenTool and not ensure_ascii and indent is None:
+        return value.text
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
@@ -93,7 +97,7 @@ def check_template_kwargs(kwargs: Json) -> None:
 class ChatTokenizer:
     """Renders conversations and turns text into ids, for one model directory."""
 
-    tokenizer: Tokenizer
+    encoder: TextEncoder
     template: jinja2.Template
     special_tokens: Json
     stop_ids: tuple[int, ...]
@@ -108,6 +112,11 @@ class ChatTokenizer:
     """How many ids the model has; 0: unknown."""
     name: str = "the model"
     """Whose template it is, for what is said of it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Whose ids are right."""
+        return self.encoder.tokenizer
 
     def render(
         self,
@@ -146,9 +155,8 @@ class ChatTokenizer:
                 longer than the context.
         """
         try:
-            check_text_length(self.tokenizer, text, self.context_length)
             with panics_as(EngineError, "the tokenizer failed"):
-                return encode_text(self.tokenizer, text)
+                return self.encoder.encode(text, self.context_length)
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(400, "not_unicode", f"the messages are not Unicode text: {error}") from error
 
@@ -228,7 +236,8 @@ def load_chat_tokenizer(model: Path) -> ChatTokenizer:
         raise ModelError(f"{model}: holds no tokenizer.json, so it cannot be served: {text}")
     settings = read_json(model, "tokenizer_config.json")
     source = _template_source(model, settings)
-    tokenizer = _tokenizer(tokenizer_file)
+    encoder = _encoder(tokenizer_file)
+    tokenizer = encoder.tokenizer
     special = _special_tokens(model, settings)
     config = read_json(model, "config.json")
     template = _template(model, source)
@@ -237,7 +246,7 @@ def load_chat_tokenizer(model: Path) -> ChatTokenizer:
     except Unbounded as error:
         raise ModelError(f"{model}: its chat template is not bounded: {error}") from error
     return ChatTokenizer(
-        tokenizer=tokenizer,
+        encoder=encoder,
         template=template,
         special_tokens=special,
         stop_ids=_stop_ids(model, tokenizer, special, config),
@@ -261,6 +270,12 @@ def panics_as(kind: type[RollbookError], what: str) -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise kind(f"{what}: {error}; copy the model anew") from error
+
+
+def _encoder(file: Path) -> TextEncoder:
+    with ThreadPoolExecutor(1) as pool:  # each takes a second for a large vocabulary
+        quick = pool.submit(read_quick, file)
+        return TextEncoder.tried(_tokenizer(file), quick.result())
 
 
 def _tokenizer(file: Path) -> Tokenizer:
@@ -334,90 +349,3 @@ def _stop_ids(model: Path, tokenizer: Tokenizer, special: Json, config: Json) ->
         if not isinstance(stop_id, int) or isinstance(stop_id, bool) or not 0 <= stop_id < 1 << 31:
             raise ModelError(f"{model}: eos_token_id is {stop_id!r}: it must be the id of a token")
     return tuple(ids)
-
-
-LONG = 1 << 19
-"""Characters from which on a text is taken apart."""
-PIECE, MARGIN = 1 << 16, 1 << 10
-"""Characters of a piece at most, and of what it is seen with behind it."""
-TRIES = 32
-"""Places that are tried in a piece."""
-
-Ids = npt.NDArray[np.int32]
-
-
-def encode_text(tokenizer: Tokenizer, text: str) -> Ids:
-    """Ids of a text, without special tokens that it does not hold.
-
-    Raises:
-        UnicodeEncodeError, TypeError: it holds half of a surrogate pair.
-    """
-    if len(text) < LONG or tokenizer.truncation is not None:
-        return _whole(tokenizer, text)
-    parts = list(_pieces(tokenizer, text))
-    return (
-        _whole(tokenizer, text) if parts[-1] is None else np.concatenate([p for p in parts if p is not None])
-    )
-
-
-def _whole(tokenizer: Tokenizer, text: str) -> Ids:
-    # The "fast" one leaves out offsets, which are not needed: a fifth less time, the same ids.
-    [encoded] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-    return np.asarray(encoded.ids, np.int32)
-
-
-def _pieces(tokenizer: Tokenizer, text: str) -> Iterator[Ids | None]:
-    """The ids of one piece after the other; None at last where one has no place to be cut."""
-    begin = 0
-    while len(text) - begin > PIECE + MARGIN:
-        shown = text[begin : begin + PIECE + MARGIN]
-        [encoded] = tokenizer.encode_batch([shown], add_special_tokens=False)  # a batch lets others run
-        place = _place(tokenizer, shown, encoded)
-        if place is None:
-            yield None
-            return
-        count, cut = place
-        yield np.asarray(encoded.ids[:count], np.int32)
-        begin += cut
-    yield _whole(tokenizer, text[begin:])
-
-
-def _place(tokenizer: Tokenizer, shown: str, encoded: Encoding) -> tuple[int, int] | None:
-    """(how many ids stand before a place where the text may be cut, the place)"""
-    ids, words, offsets = encoded.ids, encoded.word_ids, encoded.offsets
-    tried = 0
-    for count in range(len(ids) - 1, 0, -1):
-        # By the end of the word before: where a word begins some tokenizers leave out its space.
-        cut = offsets[count - 1][1]
-        if cut > PIECE or words[count] is None or words[count] == words[count - 1]:
-            continue
-        if tried == TRIES or not cut:
-            break
-        tried += 1
-        [after] = tokenizer.encode_batch_fast([shown[cut:]], add_special_tokens=False)
-        if after.ids == ids[count:]:
-            return count, cut
-    return None
-
-
-LETTERS_A_TOKEN = 16
-"""More than tokens hold on average in any text that people or programs write."""
-
-
-def check_text_length(tokenizer: Tokenizer, text: str, context_length: int) -> None:
-    """Refuse text that cannot fit by far, as its beginning shows: its ids would take a hundred times as much.
-
-    Args:
-        context_length: the model's, in tokens; 0 where it is unknown.
-
-    Raises:
-        LimitError: 400.
-    """
-    part = LETTERS_A_TOKEN * context_length
-    while 0 < part < len(text):
-        [begun] = tokenizer.encode_batch_fast([text[:part]], add_special_tokens=False)
-        # Where the text is cut changes a few of the last tokens; twice as many as fit are no doubt too many.
-        if len(begun.ids) > 2 * context_length:
-            shown = f"the text holds {len(text)} characters, far more than the model's context"
-            raise LimitError(400, "context_length_exceeded", f"{shown} of {context_length} tokens: send less")
-        part *= 4

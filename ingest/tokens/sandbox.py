@@ -11,7 +11,6 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -61,29 +60,27 @@ class _Budget:
             raise Unbounded(f"it takes longer than {RENDER_S:g} s")
 
 
-_budget: ContextVar[_Budget | None] = ContextVar("budget", default=None)
+_NO_END = float("inf")
+_budget: ContextVar[_Budget] = ContextVar("budget", default=_Budget(_NO_END))
 
 
-@contextmanager
-def budget() -> Iterator[None]:
+class budget:  # noqa: N801  (a context, as contextlib's are)
     """Let templates take RENDER_S, all in all, while the context lasts."""
-    token = _budget.set(_Budget(time.thread_time() + RENDER_S))
-    try:
-        yield
-    finally:
-        _budget.reset(token)
 
+    __slots__ = ("_token",)
 
-def _spend() -> None:
-    left = _budget.get()
-    if left is not None:
-        left.spend()
+    def __enter__(self) -> None:
+        self._token = _budget.set(_Budget(time.thread_time() + RENDER_S))
+
+    def __exit__(self, *_: object) -> None:
+        _budget.reset(self._token)
 
 
 def _counted(values: Any) -> Iterator[Any]:
     """The values of a loop, each a step."""
+    spend = _budget.get().spend
     for value in values:
-        _spend()
+        spend()
         yield value
 
 
@@ -94,10 +91,11 @@ def _check_size(size: int) -> None:
 
 def _joined(parts: Iterable[Any]) -> str:
     """The parts as one text, unless that is too large: each could be the one before, doubled."""
+    spend = _budget.get().spend
     texts: list[str] = []
     size = 0
     for part in parts:
-        _spend()
+        spend()
         texts.append(str(part))
         size += len(texts[-1])
         _check_size(size)
@@ -130,6 +128,9 @@ class _Instrument(NodeTransformer):
         return jinja2.nodes.Filter(parts, _JOINED, [], [], None, None, lineno=node.lineno)
 
 
+_OF_DICTS = frozenset(dir(dict))
+
+
 class BoundedSandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, bounded.
 
@@ -153,13 +154,22 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         tree: jinja2.nodes.Template = _Instrument().visit(parsed)
         return tree
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As Jinja has it, which looks for an attribute of a dict first, and then for its item."""
+        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """The value of an operator, unless it is too large.
 
         Raises:
             Unbounded: it is.
         """
-        _spend()
+        _budget.get().spend()
+        if operator == "+" and type(left) is str and type(right) is str:
+            _check_size(len(left) + len(right))
+            return left + right
         _check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
@@ -169,7 +179,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         Raises:
             Unbounded, SecurityError: it would make something too large, or may not be called.
         """
-        _spend()
+        _budget.get().spend()
         receiver = getattr(
             getattr(called, "__wrapped__", called), "__self__", None
         )  # format is wrapped by Jinja
@@ -182,7 +192,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that refuses to be asked for too much. What Jinja marks it with is kept."""
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        _spend()
+        _budget.get().spend()
         values = [arg for arg in args if not isinstance(arg, _MACHINERY)]
         _check_arguments(name, values[0] if values else None, (*values[1:], *kwargs.values()))
         return function(*args, **kwargs)

@@ -290,7 +290,7 @@ def plan_turn(
     Raises:
         RequestError: 400, the chat template refuses the messages.
     """
-    kwargs = template_kwargs or {}
+    kwargs, tools = template_kwargs or {}, bridges.tools(key, tools)
     messages, hashes = tree.known_part(messages)
     tokenizer, traits = bridges.tokenizer, bridges.tokenizer.traits
     candidates = tree.parents(messages, hashes, key, traits) if bridges.refused is None else []
@@ -428,8 +428,7 @@ class _Search:
         if not text:
             return True
         # Some templates write a text as JSON: a tool's result, or the value of an argument.
-        escaped = json.dumps(text, ensure_ascii=False)[1:-1]
-        return any(self._find(form) for form in dict.fromkeys((text, escaped)))
+        return self._find(text) or self._find(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _find(self, text: str) -> bool:
         for start, end in ((self._at, len(self._text)), (0, self._at + len(text))):

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
+from rollbook.ingest.tokens.text_encoder import TextEncoder
 from rollbook.ingest.tokens.template_traits import probed
 
 FIRST_ADDED = 151643
@@ -147,7 +148,7 @@ def real_chat_tokenizer(tokenizer: Tokenizer, name: str, source: str) -> ChatTok
     special = {"bos_token": "<bos>", "eos_token": "<|endoftext|>"}
     template = compile_template(source)
     return ChatTokenizer(
-        tokenizer=tokenizer,
+        encoder=TextEncoder(tokenizer),
         template=template,
         special_tokens=special,
         stop_ids=tuple(tokenizer.token_to_id(end) for end in ends_of(name)),

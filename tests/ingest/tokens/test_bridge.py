@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rollbook.ingest.tokens.bridge import SENTINEL, NoBridge, bridge, self_test
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
+from rollbook.ingest.tokens.text_encoder import TextEncoder
 
 Chat = Callable[..., ChatTokenizer]
 
@@ -230,7 +231,7 @@ def test_a_tokenizer_that_puts_a_space_in_front_may_fail_the_self_test(
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.add_special_tokens(["<|im_end|>"])
     stop = tokenizer.token_to_id("<|im_end|>")
-    assert self_test(replace(chat(), tokenizer=tokenizer, stop_ids=(stop,))) == refused
+    assert self_test(replace(chat(), encoder=TextEncoder(tokenizer), stop_ids=(stop,))) == refused
 
 
 def test_a_bridge_that_differs_from_rendering_fails_the_self_test(chat: Chat) -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
-from rollbook.ingest.tokens import chat_template
-from rollbook.ingest.tokens.chat_template import encode_text
+from rollbook.ingest.tokens import text_encoder
+from rollbook.ingest.tokens.text_encoder import TextEncoder
 
 WORDS = [
     *(
@@ -42,7 +42,7 @@ def small() -> Iterator[None]:
     """Pieces of a few hundred letters, so that short texts are long."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("LONG", 400), ("PIECE", 200), ("MARGIN", 64)):
-            patch.setattr(chat_template, name, value)
+            patch.setattr(text_encoder, name, value)
         yield
 
 
@@ -94,14 +94,14 @@ def _text(seed: int, words: int) -> str:
 @settings(max_examples=60)
 def test_any_text_has_the_ids_of_the_whole(qwen: Tokenizer, text: str) -> None:
     """Of Qwen's real vocabulary; combining letters, runs of blanks and control tokens cut anywhere."""
-    assert encode_text(qwen, text).tolist() == _ids(qwen, text)
+    assert TextEncoder(qwen).encode(text).tolist() == _ids(qwen, text)
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_programs_and_prose_have_the_ids_of_the_whole(qwen: Tokenizer, seed: int) -> None:
     """Texts as people and programs write them, in many scripts."""
     text = _text(seed, 900)
-    assert encode_text(qwen, text).tolist() == _ids(qwen, text)
+    assert TextEncoder(qwen).encode(text).tolist() == _ids(qwen, text)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -110,19 +110,19 @@ def test_other_kinds_of_tokenizers(name: str) -> None:
     tokenizer = OTHERS[name]()
     for seed in range(6):
         text = _text(seed, 300)
-        assert encode_text(tokenizer, text).tolist() == _ids(tokenizer, text)
+        assert TextEncoder(tokenizer).encode(text).tolist() == _ids(tokenizer, text)
 
 
 def test_long_texts_are_encoded_in_pieces(qwen: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole is not encoded where it can be taken apart; one endless word cannot be."""
     sizes: list[int] = []
-    whole = chat_template._whole
-    monkeypatch.setattr(chat_template, "_whole", lambda t, text: sizes.append(len(text)) or whole(t, text))
+    whole = text_encoder._whole
+    monkeypatch.setattr(text_encoder, "_whole", lambda t, text: sizes.append(len(text)) or whole(t, text))
     text = _text(1, 900)
-    encode_text(qwen, text)
+    TextEncoder(qwen).encode(text)
     assert max(sizes) <= 200 + 64
     sizes.clear()
-    assert encode_text(qwen, "a" * 1000).tolist() == _ids(qwen, "a" * 1000)
+    assert TextEncoder(qwen).encode("a" * 1000).tolist() == _ids(qwen, "a" * 1000)
     assert sizes == [1000]
 
 
@@ -131,19 +131,19 @@ def test_a_tokenizer_that_cuts_its_texts(qwen: Tokenizer) -> None:
     cutting = Tokenizer.from_str(qwen.to_str())
     cutting.enable_truncation(100)
     text = "word " * 40_000
-    assert encode_text(cutting, text).tolist() == _ids(cutting, text)
+    assert TextEncoder(cutting).encode(text).tolist() == _ids(cutting, text)
 
 
 MEASURE = """
 import sys
 from tokenizers import Tokenizer
-from rollbook.ingest.tokens.chat_template import encode_text
+from rollbook.ingest.tokens.text_encoder import TextEncoder
 def now(key):
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key))
 tokenizer, text = Tokenizer.from_file(sys.argv[1]), "word " * 600_000
 before = now("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
-count = len(encode_text(tokenizer, text))
+count = len(TextEncoder(tokenizer).encode(text))
 print(count, (now("VmHWM") - before) // 1024)
 """
 
