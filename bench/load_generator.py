@@ -7,8 +7,8 @@ checked replies count; the number of wrong ones is in `wrong`, with the first re
 from __future__ import annotations
 
 import asyncio
-import itertools
 import base64
+import itertools
 import os
 import sys
 import time

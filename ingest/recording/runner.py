@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rollbook.edge.bounds import LARGE_BYTES, run_in_thread
 from rollbook.engines.engine import Engine, Generation, OnTokens, Prompt, Sampling, ignore_tokens
@@ -58,9 +59,9 @@ class TurnRunner:
     family: Family
     hold_s: float = 110.0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    _held: dict[asyncio.Future[None], InFlightCall] = field(default_factory=dict)
-    """Those that wait for an engine that takes requests; done: they are not to wait any more."""
-    _sampled: set[asyncio.Task[Generation]] = field(default_factory=set)
+    _held: dict[asyncio.Timeout, InFlightCall] = field(default_factory=dict)
+    """Those that wait for an engine that takes requests, by how long they may."""
+    _sampled: set[asyncio.Timeout] = field(default_factory=set)
     """What engines answer now."""
     _stopped: bool = False
     """Whether the proxy is ending."""
@@ -125,13 +126,13 @@ class TurnRunner:
 
     def _wake(self, which: Callable[[InFlightCall], bool]) -> None:
         """Have these wait no more for an engine."""
-        for waiting, in_flight in self._held.items():
-            if which(in_flight) and not waiting.done():
-                waiting.set_result(None)
+        for patience, in_flight in self._held.items():
+            if which(in_flight):
+                _end(patience)
 
     def _cut(self) -> None:
         for sampled in self._sampled:
-            sampled.cancel()
+            _end(sampled)
 
     async def drained(self) -> None:
         """Wait until no request runs."""
@@ -150,11 +151,8 @@ class TurnRunner:
             await self._let_in(in_flight)
             # Every sibling runs to its end even if one fails: each is a turn of its own.
             ends = [self._turn(live, in_flight, turn, plan) for turn in in_flight.turns]
-            answers = await asyncio.gather(*ends, return_exceptions=True)
-            failure = next((a for a in answers if isinstance(a, BaseException)), None)
-            if failure is not None:
-                raise failure
-            in_flight.done.set_result([a for a in answers if isinstance(a, CompletedTurn)])
+            answers = [await ends[0]] if len(ends) == 1 else await _all_ended(ends)
+            in_flight.done.set_result(answers)
         except BaseException as error:
             self._fail(live, in_flight, plan, error)
         finally:
@@ -187,24 +185,24 @@ class TurnRunner:
             EndingError: the proxy is ending.
             EngineError: nobody waits for the reply any more.
         """
-        ready = asyncio.ensure_future(self.engine.ready())
-        refused = asyncio.get_running_loop().create_future()
-        self._held[refused] = in_flight
+        hold_s = SOON_S if self._stopped else self.hold_s
+        patience = asyncio.timeout(hold_s)
         try:
-            both: set[asyncio.Future[None]] = {ready, refused}
-            hold_s = SOON_S if self._stopped else self.hold_s
-            await asyncio.wait(both, timeout=hold_s, return_when=asyncio.FIRST_COMPLETED)
-            if in_flight.abandoned:
-                raise EngineError("its client left before the engine took it")
-            if not ready.done() and self._stopped:
-                raise EndingError
-            if not ready.done():
+            async with patience:
+                self._held[patience] = in_flight
+                await self.engine.ready()
+        except TimeoutError:
+            if not (patience.expired() or in_flight.abandoned):
+                raise
+            if self._stopped and not in_flight.abandoned:
+                raise EndingError from None
+            if not in_flight.abandoned:
                 text = "the engine's weights are being replaced, and were not ready within"
-                raise RequestError(503, "engine_held", f"{text} {self.hold_s:g} s")
+                raise RequestError(503, "engine_held", f"{text} {self.hold_s:g} s") from None
         finally:
-            del self._held[refused]
-            ready.cancel()
-        ready.result()
+            self._held.pop(patience, None)
+        if in_flight.abandoned:
+            raise EngineError("its client left before the engine took it")
 
     async def _turn(
         self, live: LiveTrajectory, in_flight: InFlightCall, turn: InFlightTurn, plan: Plan
@@ -279,16 +277,31 @@ class TurnRunner:
             EndingError: the proxy ends, and the engine took too long.
         """
         while True:
-            sampled = asyncio.ensure_future(self.engine.generate(prompt, sampling, on_tokens))
-            self._sampled.add(sampled)
+            patience = asyncio.timeout(None)
             try:
-                return await sampled
+                async with patience:
+                    self._sampled.add(patience)
+                    return await self.engine.generate(prompt, sampling, on_tokens)
             except EngineHeldError:
                 await self._let_in(in_flight)
-            except asyncio.CancelledError:
-                if self._stopped and sampled.cancelled():
-                    raise EndingError from None
-                sampled.cancel()
-                raise
+            except TimeoutError:
+                if not patience.expired():
+                    raise
+                raise EndingError from None
             finally:
-                self._sampled.discard(sampled)
+                self._sampled.discard(patience)
+
+
+async def _all_ended(ends: Sequence[Coroutine[Any, Any, CompletedTurn]]) -> list[CompletedTurn]:
+    """The turns, once all have ended; the first failure of one if there is any."""
+    answers = await asyncio.gather(*ends, return_exceptions=True)
+    failure = next((a for a in answers if isinstance(a, BaseException)), None)
+    if failure is not None:
+        raise failure
+    return [a for a in answers if isinstance(a, CompletedTurn)]
+
+
+def _end(patience: asyncio.Timeout) -> None:
+    """End what runs within it now."""
+    if not patience.expired():
+        patience.reschedule(asyncio.get_running_loop().time())

@@ -239,7 +239,7 @@ def appended(
     except RequestError:
         return NoBridge("template_refuses")
     end = last_id if finished else tokenizer.stop_ids[0]
-    after = _after_turn(alone, full, tokenizer.decode([end], special=True))
+    after = _after_turn(alone, full, tokenizer.text_of(end))
     if isinstance(after, NoBridge):
         return after
     ids = tokenizer.encode(after)
@@ -299,7 +299,7 @@ def self_test(tokenizer: ChatTokenizer) -> str | None:
     Checks that the end-of-turn token is atomic (ids of text around it are the ids of the two sides),
     and that a derived bridge equals what rendering the whole conversation gives.
     """
-    end = tokenizer.decode([tokenizer.stop_ids[0]], special=True)
+    end = tokenizer.text_of(tokenizer.stop_ids[0])
     for left, right in (("a b", "\nc"), ("x\n", "\n\ny"), ("1", "2"), ("é ", " ü"), ("{", "}")):
         whole = tokenizer.encode(left + end + right).tolist()
         parts = [*tokenizer.encode(left), tokenizer.stop_ids[0], *tokenizer.encode(right)]

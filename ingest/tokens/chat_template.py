@@ -171,6 +171,10 @@ class ChatTokenizer:
         numbers = ids.tolist() if isinstance(ids, np.ndarray) else ids
         return [i for i in numbers if i not in special or special[i] in markers]
 
+    def text_of(self, token_id: int) -> str:
+        """Text of one id, also if it is a control token."""
+        return self.special.get(token_id) or self.decode([token_id], special=True)
+
     def decode(self, ids: Sequence[int] | TokenIds, *, special: bool = False) -> str:
         """Text of ids; special tokens are kept only on request."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)

@@ -40,6 +40,7 @@ _IMAGES = ("image_url", "input_image")
 _METADATA = frozenset(("type", "id", "index", "status", "annotations", "logprobs", "cache_control"))
 """Of what a message is made of, fields that say nothing to a model."""
 _PLAIN = frozenset(("role", "content"))
+_TEXT_FIELDS = frozenset(("content", "name", "tool_call_id"))
 EMPTY: tuple[Any, ...] = (None, "", [], {}, False)
 """Values that say nothing."""
 _FOLDED = frozenset(("content", "refusal", "function_call", "tool_calls", *REASONING))
@@ -56,7 +57,7 @@ def in_form(message: Json, where: str = "message") -> Json:
         RequestError: 400, naming the place and what stands there.
     """
     content = message.get("content")
-    if type(content) is str and message.keys() <= _PLAIN:
+    if type(content) is str and (message.keys() <= _PLAIN or _is_formed(message)):
         return message
     form: Json = {k: v for k, v in message.items() if v is not None and k not in _FOLDED}
     for name in ("name", "tool_call_id"):
@@ -76,6 +77,33 @@ def in_form(message: Json, where: str = "message") -> Json:
         form[REASONING[0]] = thought
     calls = _calls(where, message)
     return form | {"tool_calls": calls} if calls else form
+
+
+def _is_formed(message: Json) -> bool:
+    """Whether a message whose content is a text has the form already, as most have."""
+    for name, value in message.items():
+        if name in _TEXT_FIELDS:
+            if type(value) is not str:
+                return False
+        elif name == "tool_calls":
+            if message.get("role") != "assistant" or type(value) is not list or not value:
+                return False
+            if not all(map(_is_formed_call, value)):
+                return False
+        elif value is None or name in _FOLDED:
+            return False
+    return True
+
+
+def _is_formed_call(call: Any) -> bool:
+    if type(call) is not dict or None in call.values():
+        return False
+    function = call.get("function")
+    if call.get("type") != "function" or type(function) is not dict:
+        return False
+    arguments = function.get("arguments")
+    named = type(function.get("name")) is str and type(call.get("id", "")) is str
+    return named and type(arguments) is str and arguments != ""
 
 
 def content_in_form(where: str, content: Any) -> str | list[Json]:

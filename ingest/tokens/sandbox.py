@@ -60,11 +60,11 @@ class _Budget:
             raise Unbounded(f"it takes longer than {RENDER_S:g} s")
 
 
-_NO_END = float("inf")
-_budget: ContextVar[_Budget] = ContextVar("budget", default=_Budget(_NO_END))
+_ENDLESS = _Budget(float("inf"))
+_budget: ContextVar[_Budget] = ContextVar("budget")
 
 
-class budget:  # noqa: N801  (a context, as contextlib's are)
+class budget:
     """Let templates take RENDER_S, all in all, while the context lasts."""
 
     __slots__ = ("_token",)
@@ -78,7 +78,7 @@ class budget:  # noqa: N801  (a context, as contextlib's are)
 
 def _counted(values: Any) -> Iterator[Any]:
     """The values of a loop, each a step."""
-    spend = _budget.get().spend
+    spend = _budget.get(_ENDLESS).spend
     for value in values:
         spend()
         yield value
@@ -91,7 +91,7 @@ def _check_size(size: int) -> None:
 
 def _joined(parts: Iterable[Any]) -> str:
     """The parts as one text, unless that is too large: each could be the one before, doubled."""
-    spend = _budget.get().spend
+    spend = _budget.get(_ENDLESS).spend
     texts: list[str] = []
     size = 0
     for part in parts:
@@ -166,7 +166,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         Raises:
             Unbounded: it is.
         """
-        _budget.get().spend()
+        _budget.get(_ENDLESS).spend()
         if operator == "+" and type(left) is str and type(right) is str:
             _check_size(len(left) + len(right))
             return left + right
@@ -179,7 +179,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         Raises:
             Unbounded, SecurityError: it would make something too large, or may not be called.
         """
-        _budget.get().spend()
+        _budget.get(_ENDLESS).spend()
         receiver = getattr(
             getattr(called, "__wrapped__", called), "__self__", None
         )  # format is wrapped by Jinja
@@ -192,7 +192,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that refuses to be asked for too much. What Jinja marks it with is kept."""
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        _budget.get().spend()
+        _budget.get(_ENDLESS).spend()
         values = [arg for arg in args if not isinstance(arg, _MACHINERY)]
         _check_arguments(name, values[0] if values else None, (*values[1:], *kwargs.values()))
         return function(*args, **kwargs)

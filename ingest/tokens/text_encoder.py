@@ -1,11 +1,11 @@
-"""Text to ids. What `tokenizers` gives is right; `fastokens` gives the same in a third of the time, or is not asked.
+"""Text to ids. `tokenizers` is right; `fastokens` is asked where it gives the same, in a third of the time.
 
-That it does is tried, not assumed: with texts of every kind when a model is read, and with a text of the traffic
-now and then, more rarely as it goes on. Where the two differ, or `fastokens` cannot read a tokenizer, the ids are
-of `tokenizers` alone, from then on.
+That it does is tried, not assumed: with texts of every kind when a model is read, and with a text of the
+traffic now and then. Where the two differ, or `fastokens` cannot read a tokenizer, the ids are those of
+`tokenizers` alone, from then on.
 
-`tokenizers` takes about 500 bytes a token while it encodes, so that a text of megabytes would take hundreds. So it
-is given long texts piece by piece, with the ids that the whole has. A text is cut only where a word
+`tokenizers` takes about 500 bytes a token while it encodes, so that a text of megabytes would take hundreds.
+So it is given long texts piece by piece, with the ids that the whole has. A text is cut only where a word
 begins, as the tokenizer itself splits it, well before the end of what it was shown, and only where what
 follows has the same ids with and without what stands before. Words are encoded by themselves, and the letters
 around them decide where they end: so the ids are those of the whole. Where no such place is found, the whole
@@ -40,7 +40,7 @@ LETTERS_A_TOKEN = 16
 COMPARED_EVERY = 1024
 """One text of so many is encoded by both."""
 SEGMENTS_BYTES = 32 << 20
-"""Most memory for the ids of texts between control tokens, such as a system message that all trajectories share."""
+"""Most memory for the ids of texts between control tokens, such as a system message that many share."""
 
 Ids = npt.NDArray[np.int32]
 
@@ -110,7 +110,7 @@ class TextEncoder:
         return np.concatenate([part for part in parts if part is not None])
 
     def _check_length(self, text: str, context_length: int) -> None:
-        """Refuse text that cannot fit by far, as its beginning shows: its ids would take a hundred times as much.
+        """Refuse text that cannot fit by far, as its beginning shows: its ids take a hundred times as much.
 
         Raises:
             LimitError: 400.
@@ -118,7 +118,7 @@ class TextEncoder:
         part = LETTERS_A_TOKEN * context_length
         while 0 < part < len(text):
             begun = _whole(self.tokenizer, text[:part])
-            # Where the text is cut changes a few of the last tokens; twice as many as fit are no doubt too many.
+            # Where it is cut changes a few of the last tokens; twice as many as fit are no doubt too many.
             if len(begun) > 2 * context_length:
                 shown = f"the text holds {len(text)} characters, far more than the model's context"
                 fits = f"{shown} of {context_length} tokens: send less"
@@ -141,7 +141,7 @@ def read_quick(file: Path) -> fastokens.Tokenizer | None:
 
 _SCRIPTS = [
     "The quick brown fox doesn't jump; it's 3.14159 or 1,000,000 (e.g. 2026-11-30).",
-    "def f(x: int) -> str:\n\treturn f\"{x!r:>10}\"  # ok\n\n\n    pass\r\n",
+    'def f(x: int) -> str:\n\treturn f"{x!r:>10}"  # ok\n\n\n    pass\r\n',
     '{"path": "src/a_b.py", "lines": [1, 20, 300], "ok": true, "note": null}',
     "Größe, naïve café, e\u0301a\u0308 \u212b \ufb01 \u01c6 İstanbul ẞ",
     "漢字かな交じり文。한국어 텍스트 ภาษาไทย हिन्दी العربية עברית Ελληνικά Русский",
@@ -152,7 +152,7 @@ _SCRIPTS = [
 
 
 def trial_texts() -> Iterator[str]:
-    """Texts of every kind: of many scripts, programs, control tokens, blanks of all sorts; and what chance makes."""
+    """Texts of every kind: many scripts, programs, control tokens, all sorts of blanks; and chance."""
     yield from ("", " ", "  ", "\n", "\t", " \n ", "a", "aa" * 3000, " " * 3000, "\n" * 500, "1" * 500)
     yield from _SCRIPTS
     rng = random.Random(0)

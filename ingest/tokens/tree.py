@@ -44,6 +44,10 @@ RECENT = 8
 """Turns that are asked which messages they share with a request, the latest first."""
 
 
+ENDING = 128
+"""Characters of a prompt's end, which tell whether the model answers inside a reasoning block."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeTurn:
     """A completed turn as a possible parent: what was asked and answered, and its own part of the ids.
@@ -94,7 +98,8 @@ class Plan:
     The request's messages are the first `shared_messages` of `base`'s, then the rest. `echoed` is the
     turn whose reply the client showed, whether it could be extended or not. `twins` says that another turn
     fits as well as the parent, and nothing the client sent tells them apart. `left_out` names what the
-    chat template does not show of what was sent.
+    chat template does not show of what was sent. `ending` is the end of the prompt's text, behind which the
+    model writes; empty for raw prompts.
     """
 
     parent: TreeTurn | None
@@ -109,6 +114,7 @@ class Plan:
     hasher: Any
     twins: bool = False
     left_out: tuple[str, ...] = ()
+    ending: str = ""
 
     def completed(
         self, turn_id: str, context_key: str, reply: Json, completion: TokenIds, *, cut: bool = False
@@ -308,15 +314,15 @@ def plan_turn(
         base, shared = tree.base(messages, turn)
         whole = np.concatenate([*turn.whole(), ids])
         sent = (whole, ids, base, shared, messages, hashes, hasher)
-        return Plan(turn, turn, None, *sent, twins=candidate.twins, left_out=missing)
+        return Plan(turn, turn, None, *sent, candidate.twins, missing, bridge.text[-ENDING:])
     text = tokenizer.render(messages, tools, generate=True, **kwargs)
     ids, missing = tokenizer.encode(text), left_out(text, messages, traits, tools, kwargs)
     base, shared = tree.base(messages, None)
     unmatched = "no_matching_turn" if tree.turns else "first_turn"
     reason = (refused or unmatched) if bridges.refused is None else "extension_refused"
     echoed = candidates[0].turn if candidates else None
-    hasher = hashlib.sha256(ids_bytes(ids))
-    return Plan(None, echoed, reason, ids, ids, base, shared, messages, hashes, hasher, left_out=missing)
+    sent = (ids, ids, base, shared, messages, hashes, hashlib.sha256(ids_bytes(ids)))
+    return Plan(None, echoed, reason, *sent, left_out=missing, ending=text[-ENDING:])
 
 
 def plan_prompt(tree: TurnTree, tokenizer: ChatTokenizer, prompt: str | TokenIds, key: str) -> Plan:

@@ -44,10 +44,8 @@ def reader_of(bridges: Bridges, family: Family, call: ModelCall, plan: Plan) -> 
     """The reader for the completions of a planned request."""
     tokenizer = bridges.tokenizer
     raw = call.prompt is not None
-    # The end of a prompt says whether the model answers inside a reasoning block; 16 ids hold its marker.
-    end = "" if raw else tokenizer.decode(plan.prompt_ids[-16:], special=True)
     tools = call.tools if call.tool_calls_wanted else None
-    return ReplyReader(tokenizer, family, tools, opens_reasoning(end), call.stops, raw)
+    return ReplyReader(tokenizer, family, tools, opens_reasoning(plan.ending), call.stops, raw)
 
 
 def retry_count(request: Request) -> int:

@@ -77,7 +77,10 @@ class KeyMatch:
 def may_hold_keys(text: str) -> bool:
     """Whether the text may hold a key. False is certain, true is not."""
     if len(text) < LONG:
-        return any(literal in text for literal in _LITERALS)
+        for literal in _LITERALS:  # noqa: SIM110  (any() takes twice as long, for every text that is recorded)
+            if literal in text:
+                return True
+        return False
     return may_match(text, ANY_KEY)
 
 

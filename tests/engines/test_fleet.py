@@ -648,7 +648,7 @@ def test_a_request_that_is_given_up_leaves_nothing() -> None:
         it.asks["r0"].cancel()
         await pause()
         member = it.fleet.members[0]
-        assert (member.running, member.requests, it.servers[0].running) == (0, set(), {})
+        assert (member.running, member.requests, it.servers[0].running) == (0, {}, {})
 
     run(scenario, Server())
 

@@ -58,6 +58,7 @@ from rollbook.ingest.endpoints.responses_form import PATH as RESPONSES
 from rollbook.ingest.fields import json_object
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
 from rollbook.ingest.tokens.template_traits import TemplateTraits
+from rollbook.ingest.tokens.text_encoder import TextEncoder
 from rollbook.ingest.trajectories.identity import check_said_once, identify, split_path
 from rollbook.ingest.turns.in_flight import CompletedTurn
 from rollbook.ingest.turns.model_call import ModelCall
@@ -399,7 +400,7 @@ def streamed_reply(
 def _no_tokenizer() -> ChatTokenizer:
     """A tokenizer without a vocabulary, for replies that show no tokens."""
     template = compile_template("")
-    return ChatTokenizer(Tokenizer(models.BPE()), template, {}, (), 0, TemplateTraits(), "", "")
+    return ChatTokenizer(TextEncoder(Tokenizer(models.BPE())), template, {}, (), 0, TemplateTraits(), "", "")
 
 
 def _spelled(call: ModelCall, tokenizer: ChatTokenizer | None) -> tuple[ModelCall, ChatTokenizer]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from cachetools import LRUCache
 from fastapi import APIRouter
@@ -118,29 +118,26 @@ class Fleet:
             EngineError: it refuses.
         """
         member = self._chosen(prompt.trajectory_id)
-        if member.lost is None:
-            member.lost = asyncio.get_running_loop().create_future()
-        lost = member.lost
         member.running += 1
-        member.requests.add(prompt.request_id)
-        answer = asyncio.ensure_future(member.engine.generate(prompt, sampling, on_tokens))
+        asked: _Asked | None = None
         try:
-            both: set[asyncio.Future[Any]] = {answer, lost}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise EngineLostError(f"engine {member.url}: {lost.result()}")
-            generation = answer.result()
+            async with asyncio.timeout(None) as patience:
+                asked = member.requests[prompt.request_id] = _Asked(patience)
+                generation = await member.engine.generate(prompt, sampling, on_tokens)
             if member.engine.doubtful():
                 self._look(member)
             return generation
+        except TimeoutError:
+            if asked is None or asked.lost is None:
+                raise
+            raise EngineLostError(f"engine {member.url}: {asked.lost}") from None
         except EngineLostError:
-            if not lost.done():  # else the engine was taken out already, and may be back by now
+            if asked is None or asked.lost is None:  # else it was taken out already, and may be back by now
                 self._look(member)  # other requests that run there may still succeed
             raise
         finally:
-            answer.cancel()
             member.running -= 1
-            member.requests.discard(prompt.request_id)
+            member.requests.pop(prompt.request_id, None)
 
     def _chosen(self, trajectory_id: str) -> Member:
         """The trajectory's engine, or the one that answers the fewest requests."""
@@ -380,6 +377,20 @@ class VersionedEngine(Engine, Protocol):
 
 
 @dataclass(slots=True, eq=False)
+class _Asked:
+    """A request that an engine answers, and why it lost it, if it did."""
+
+    patience: asyncio.Timeout
+    lost: str | None = None
+
+    def lose(self, why: str) -> None:
+        """End the wait for its answer."""
+        if self.lost is None and not self.patience.expired():
+            self.lost = why
+            self.patience.reschedule(asyncio.get_running_loop().time())
+
+
+@dataclass(slots=True, eq=False)
 class Member:
     """One engine, and whether it takes requests.
 
@@ -389,7 +400,6 @@ class Member:
         syncing: ids of syncs that began and have not ended.
         out: why it may not be asked now, or None; what is waited for comes first.
         verifying: whether it is being verified: that it answers, and which weights it has.
-        lost: resolved with the reason when it is taken out, for requests that wait for it.
         trainer_keeps_weights: whether a trainer syncs it, so that it must have the weights of `version`.
         sync_failed: whether its last sync failed; then only a complete sync makes it usable again.
         connected: whether it was started and has been reachable since.
@@ -405,8 +415,7 @@ class Member:
     trainer_keeps_weights: bool = False
     sync_failed: bool = False
     connected: bool = False
-    requests: set[str] = field(default_factory=set)
-    lost: asyncio.Future[str] | None = None
+    requests: dict[str, _Asked] = field(default_factory=dict)
 
     @property
     def has_its_weights(self) -> bool:
@@ -437,10 +446,10 @@ class Member:
     def goes_out(self, why: str) -> None:
         """Take it out of use; requests that wait for it fail."""
         self.out = why
-        if self.lost is not None and not self.lost.done():
-            self.lost.set_result(why)
+        for asked in self.requests.values():
+            asked.lose(why)
 
     def comes_back(self) -> None:
         """Put it back into use. Requests that waited when it went out have failed; later ones still wait."""
         if self.out is not None:
-            self.out, self.lost = None, None
+            self.out = None

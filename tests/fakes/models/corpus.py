@@ -12,8 +12,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, compile_template
-from rollbook.ingest.tokens.text_encoder import TextEncoder
 from rollbook.ingest.tokens.template_traits import probed
+from rollbook.ingest.tokens.text_encoder import TextEncoder
 
 FIRST_ADDED = 151643
 """Qwen3's control tokens and markers begin here, in this order; the ranks of its BPE end before."""
