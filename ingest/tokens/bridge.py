@@ -25,6 +25,7 @@ from cachetools import LRUCache
 
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, WrittenTool
 from rollbook.ingest.tokens.message_form import reasoning_of, reasoning_removed
+from rollbook.ingest.tokens.template_traits import CALL, TemplateTraits
 from rollbook.store.errors import RequestError
 from rollbook.store.events import Json, TokenIds
 
@@ -34,8 +35,10 @@ THOUGHT = f"thought-{secrets.token_hex(8)}"
 """Stands for a reply's reasoning, likewise."""
 
 
-CONTEXTS = 64
-"""Contexts whose tools are kept."""
+CONTEXTS, RENDERINGS = 64, 256
+"""How many contexts' tools are kept, and how many renderings."""
+_Renderings = LRUCache[tuple[Any, ...], str]
+"""Of a parent's excerpt and the stand-in of its reply, which are mostly the same while tools are used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class Bridges:
     refused: str | None = None
     by_excerpt: bool = False
     _tools: LRUCache[str, list[Json]] = field(default_factory=lambda: LRUCache(CONTEXTS))
+    _alone: _Renderings = field(default_factory=lambda: LRUCache(RENDERINGS))
 
     def tools(self, key: str, tools: Sequence[Json] | None) -> Sequence[Json] | None:
         """The tools of a context, written once for all its requests.
@@ -130,11 +134,13 @@ class Bridges:
         new: Sequence[Json],
         tools: Sequence[Json] | None,
         kwargs: Json,
+        key: str = "",
     ) -> Appended | NoBridge:
         """What leads from a turn to a request's new messages, or why there are none.
 
         Args:
             shown: the turn's messages and its reply as the client shows them.
+            key: of the context that tools and kwargs are part of; empty: unknown.
         """
         # Rendered with the reasoning that its ids hold: a template may take that away at the new messages.
         *messages, reply = conversation = parent.conversation()
@@ -147,8 +153,8 @@ class Bridges:
         if not self.by_excerpt:
             return self._derive(messages, reply, new, tools, kwargs, last)
         short = excerpt(messages, new)
-        short_bridge = self._derive(short, reply, new, tools, kwargs, last)
-        if len(short) == count or not _is_due(count):
+        short_bridge = self._derive(short, bare(reply, self.tokenizer.traits), new, tools, kwargs, last, key)
+        if not _is_due(count):
             return short_bridge
         whole = self._derive(messages, reply, new, tools, kwargs, last)
         self.by_excerpt = _same(short_bridge, whole)
@@ -162,14 +168,19 @@ class Bridges:
         tools: Sequence[Json] | None,
         kwargs: Json,
         last: int,
+        key: str = "",
     ) -> Appended | NoBridge:
-        return appended(self.tokenizer, messages, reply, new, tools, last, kwargs, self.policy)
+        known = (self._alone, key) if key else None
+        return appended(self.tokenizer, messages, reply, new, tools, last, kwargs, self.policy, known)
 
     def _excerpts_agree(self) -> bool:
         for messages, reply, new, tools in trial_conversations():
             for last in self.tokenizer.stop_ids:
                 whole = self._derive(messages, reply, new, tools, {}, last)
-                if not _same(whole, self._derive(excerpt(messages, new), reply, new, tools, {}, last)):
+                short = self._derive(
+                    excerpt(messages, new), bare(reply, self.tokenizer.traits), new, tools, {}, last
+                )
+                if not _same(whole, short):
                     return False
         return True
 
@@ -217,8 +228,13 @@ def appended(
     last_id: int,
     kwargs: Json,
     policy: TreePolicy,
+    known: tuple[_Renderings, str] | None = None,
 ) -> Appended | NoBridge:
-    """As `bridge`, with the text that the ids are of."""
+    """As `bridge`, with the text that the ids are of.
+
+    Args:
+        known: renderings that were made before, and the key of this one's context.
+    """
     if any(m.get("role") == "assistant" for m in new_messages):
         return NoBridge("foreign_assistant_message")
     finished = last_id in tokenizer.stop_ids
@@ -227,7 +243,7 @@ def appended(
     faithful = policy.history == "faithful"
     stand_in = _stand_in(reply, tokenizer, thinks=faithful)
     try:
-        alone = tokenizer.render([*parent_messages, stand_in], tools, generate=False, **kwargs)
+        alone = _rendered_alone(tokenizer, [*parent_messages, stand_in], tools, kwargs, known)
         full = tokenizer.render([*parent_messages, stand_in, *new_messages], tools, generate=True, **kwargs)
         if alone.count(SENTINEL) != 1 or full.count(SENTINEL) != 1:
             return NoBridge("sentinel_not_rendered_once")
@@ -244,6 +260,49 @@ def appended(
         return after
     ids = tokenizer.encode(after)
     return Appended(after, ids if finished else np.concatenate([np.asarray([end], np.int32), ids]))
+
+
+def _rendered_alone(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Json],
+    tools: Sequence[Json] | None,
+    kwargs: Json,
+    known: tuple[_Renderings, str] | None,
+) -> str:
+    """The rendering of a parent and its stand-in, which is remembered.
+
+    Raises:
+        RequestError: 400, the template refuses the messages.
+    """
+    if known is None:
+        return tokenizer.render(messages, tools, generate=False, **kwargs)
+    renderings, context = known
+    key = (context, *(part for message in messages for part in _spelled(message)))
+    rendering = renderings.get(key)
+    if rendering is None:
+        rendering = renderings[key] = tokenizer.render(messages, tools, generate=False, **kwargs)
+    return rendering
+
+
+def _spelled(message: Json) -> tuple[str, str, str]:
+    """A message as texts that tell it from all others."""
+    role, content = message.get("role"), message.get("content")
+    if type(role) is not str or type(content) is not str:
+        return "", "", repr(message)
+    rest = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return role, content, repr(rest) if rest else ""
+
+
+def bare(reply: Json, traits: TemplateTraits) -> Json:
+    """The reply with calls that have no arguments, and no ids if the template reads none: what follows them
+    does not hang on what they were given."""
+    calls = reply.get("tool_calls")
+    return reply | {"tool_calls": [_bare_call(call, traits) for call in calls]} if calls else reply
+
+
+def _bare_call(call: Json, traits: TemplateTraits) -> Json:
+    call = call | {"function": call["function"] | {"arguments": "{}"}}
+    return call if traits.reads(CALL, "id") else call | {"id": ""}
 
 
 def _stand_in(reply: Json, tokenizer: ChatTokenizer, *, thinks: bool) -> Json:

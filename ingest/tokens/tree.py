@@ -304,7 +304,7 @@ def plan_turn(
     for candidate in candidates:
         turn, covered = candidate.turn, candidate.covered
         new = messages[covered:]
-        bridge = bridges.between(turn, messages[:covered], new, tools, kwargs)
+        bridge = bridges.between(turn, messages[:covered], new, tools, kwargs, key)
         if isinstance(bridge, NoBridge):
             refused = refused or bridge.reason
             continue
