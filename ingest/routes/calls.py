@@ -181,7 +181,8 @@ class CallReader:
         identity, known = await self._known(api, identity, body)
         call = await run_by_size(size, api.read, body, lambda turn_id: _earlier(known, turn_id))
         check_call(call, size, self.resolver.settings.max_body_bytes)
-        call = replace(call, messages=await self.images.resolved(call.messages))
+        messages = await self.images.resolved(call.messages)
+        call = call if messages is call.messages else replace(call, messages=messages)
         if identity.name is not None and known is None:
             with self.slots.lent():  # a held request must not keep those out that others wait for
                 await self.resolver.admit(identity.name, self.resolver.wanted(identity), request, reservation)

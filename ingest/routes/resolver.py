@@ -179,4 +179,7 @@ class RequestResolver:
 
     def _clean(self, identity: Identity) -> Identity:
         redacted = self.recorder.redactor.fields
-        return replace(identity, fields=redacted(identity.fields), labels=redacted(identity.labels))
+        fields, labels = redacted(identity.fields), redacted(identity.labels)
+        if fields is identity.fields and labels is identity.labels:
+            return identity
+        return replace(identity, fields=fields, labels=labels)

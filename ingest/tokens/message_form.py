@@ -288,8 +288,10 @@ def _content(content: str | list[Json]) -> Any:
 
 def reasoning_of(message: Json) -> str:
     """The reasoning a message shows, under any name that clients use; empty where it shows none."""
-    reasoning = next((message[name] for name in REASONING if message.get(name)), None)
-    return reasoning.strip() if isinstance(reasoning, str) else ""
+    for name in REASONING:
+        if reasoning := message.get(name):
+            return reasoning.strip() if isinstance(reasoning, str) else ""
+    return ""
 
 
 def reasoning_fits(known: Sequence[Json], shown: Sequence[Json]) -> bool:

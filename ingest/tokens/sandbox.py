@@ -20,6 +20,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 from jinja2.exceptions import SecurityError
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -129,6 +130,7 @@ class _Instrument(NodeTransformer):
 
 
 _OF_DICTS = frozenset(dir(dict))
+_OF_LOOPS = frozenset(("first", "last", "index", "index0", "length", "previtem", "nextitem"))
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
@@ -156,8 +158,11 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """As Jinja has it, which looks for an attribute of a dict first, and then for its item."""
-        if type(obj) is dict and attribute in obj and attribute not in _OF_DICTS:
-            return obj[attribute]
+        if type(obj) is dict:
+            if attribute in obj and attribute not in _OF_DICTS:
+                return obj[attribute]
+        elif type(obj) is LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:

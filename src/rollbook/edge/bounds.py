@@ -40,17 +40,17 @@ def check_depth(value: Any, what: str = "the body") -> None:
     Raises:
         LimitError: 400.
     """
-    level = [value]
+    level = [value] if type(value) in _NESTING else []
     for _ in range(MOST_DEPTH):
-        level = [child for parent in level for child in _children(parent) if type(child) in _NESTING]
+        below: list[Any] = []
+        for parent in level:
+            children = parent.values() if type(parent) is dict else parent
+            below += [child for child in children if type(child) in _NESTING]
+        level = below
         if not level:
             return
     text = f"{what} is nested more than {MOST_DEPTH} deep: send less deep lists and objects"
     raise LimitError(400, "json_too_deep", text)
-
-
-def _children(value: Any) -> Any:
-    return value.values() if type(value) is dict else value if type(value) is list else ()
 
 
 def check_weight(raw: bytes) -> None:

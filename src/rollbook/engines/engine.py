@@ -42,10 +42,16 @@ class Sampling:
     def as_json(self) -> Json:
         """The form recorded with the turn: the first three, and every other field that differs from
         its default."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {f.name for f in fields(self) if values[f.name] != f.default}
-        always = {"max_new_tokens", "temperature", "seed"}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if k in changed | always}
+        differing: Json = {}
+        for name, default in _DEFAULTS:
+            value = getattr(self, name)
+            if value != default:
+                differing[name] = list(value) if type(value) is tuple else value
+        return differing
+
+
+_DEFAULTS = tuple((field.name, field.default) for field in fields(Sampling))
+"""Field by field; what has no default differs from it always."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -162,7 +162,7 @@ def read_scores(answer: Any, ids: TokenIds, top: int) -> Scores:
         entries = meta["input_token_logprobs"]
         if [entry[1] for entry in entries] != ids.tolist():
             raise EngineError("the server's input_token_logprobs are not of the tokens that were sent")
-        logprobs = np.asarray([_number(entry[0]) for entry in entries], dtype=np.float32)
+        logprobs = np.asarray([entry[0] for entry in entries], dtype=np.float32)  # null is not a number
         likeliest = _likeliest(meta["input_top_logprobs"], len(ids), top) if top else None
     except _NOT_SGLANGS as error:
         raise EngineError(f"the server's answer is not SGLang's: {error!r}") from error
@@ -328,4 +328,4 @@ def _spans(meta: Json, policy: str, length: int, version_of: VersionOf) -> tuple
 
 def moved(span: VersionSpan, by: int) -> VersionSpan:
     """The span, shifted by so many tokens."""
-    return replace(span, start=span.start + by, end=span.end + by)
+    return replace(span, start=span.start + by, end=span.end + by) if by else span
