@@ -112,9 +112,9 @@ def build_app(
     answer_errors(app, metrics)
     join(app, others, recorder.redactor.text, _knows(recorder), room, metrics)
     guard = run_guard(secrets.keys, recorder.run, recorder.store.path)
+    ModelRoutes(turn_runner, resolver, room, metrics).add(app)  # first: routes are tried in order
     add_trajectory_routes(app, recorder, resolver, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, settings.max_consumers)
-    ModelRoutes(turn_runner, resolver, room, metrics).add(app)
     LookupRoutes(turn_runner, resolver, room, model_name).add(app)
     details = partial(_details, turn_runner, follow_error, secrets.keys, others)
     _add_health(app, turn_runner, details, metrics, gate, others)
