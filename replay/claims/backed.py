@@ -193,6 +193,6 @@ def _fault(log: Store, record: CheckpointWritten) -> str | None:
     if held.optimizer is not None and record.optimizer_digest is not None:
         pairs.append(("optimizer", held.optimizer, record.optimizer_digest))
     for what, tensors, wanted in pairs:
-        if (digest := digest_tensors(tensors)) != wanted:
+        if (digest := digest_tensors(tensors, wanted)) != wanted:
             return f"its {what} have the digest {digest[:16]}, and the log says {wanted[:16]}"
     return None

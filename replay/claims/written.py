@@ -40,8 +40,9 @@ def written(
         except (ModelError, OutsideError, OSError) as error:
             failure = failure or _unreadable(log, record, str(error))
             continue
-        there = digests_of(held)
-        due = {what: step.get(stage) for what, stage in STAGES_OF.items() if what in there}
+        due = {what: step.get(stage) for what, stage in STAGES_OF.items()}
+        there = digests_of(held, due)
+        due = {what: digest for what, digest in due.items() if what in there}
         due["weights"] = record.weights_digest if due["weights"] is None else due["weights"]
         digests = digest_json(due), digest_json(there)
         if there == due and record.weights_digest == due["weights"]:
@@ -52,15 +53,15 @@ def written(
     return failure, None
 
 
-def digests_of(held: Checkpoint) -> Json:
-    """What a checkpoint holds -> its digest."""
+def digests_of(held: Checkpoint, due: Json) -> Json:
+    """What a checkpoint holds -> its digest, of the kind of the one that is due."""
     all_of: dict[str, Tensors | None] = {
         "weights": held.weights,
         "optimizer": held.optimizer,
         "critic": held.critic,
         "critic_optimizer": held.critic_optimizer,
     }
-    return {what: digest_tensors(tensors) for what, tensors in all_of.items() if tensors is not None}
+    return {what: digest_tensors(t, due.get(what) or "") for what, t in all_of.items() if t is not None}
 
 
 def _unreadable(log: Store, record: CheckpointWritten, error: str) -> StageReplay:

@@ -56,7 +56,7 @@ from rollbook.train.model.shape import ModelShape
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.resume.promise import Promise, promise
-from rollbook.train.resume.restore import RerunStep, input_evidence, put_in_place, rerun_steps
+from rollbook.train.resume.restore import RerunStep, has_trees, input_evidence, put_in_place, rerun_steps
 from rollbook.train.select.recipe import ModelLimits
 from rollbook.train.step.critic import recorded_critic, restored_critic
 from rollbook.train.step.experiences import Experiences, References
@@ -169,7 +169,8 @@ class Replayer(AbstractContextManager["Replayer"]):
         """The policy in place for a step, the digests of what it starts from, and its batch."""
         placed = self._place(plan)
         torch.set_num_threads(int(plan.environment["threads"]))
-        digests = placed.experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
+        algorithm, trees = recorded_algorithm(plan.algorithm), has_trees(plan)
+        digests = placed.experiences.input_digests(algorithm, plan.seed, trees=trees)
         samples = samples_at_cut(self.log, plan, self.history.run) if begins(plan) else {}
         return placed, digests, placed.experiences.batch(plan, samples)
 
@@ -181,7 +182,7 @@ class Replayer(AbstractContextManager["Replayer"]):
         """
         plan = step.planned
         placed, digests, batch = self._begun(plan)
-        inputs = input_evidence(placed.policy, placed.critic)
+        inputs = input_evidence(placed.policy, placed.critic, trees=has_trees(plan))
         before = self._before or self._earlier(step)
         sides = DiffContext(batch, hashes_of(step, before), inputs)
         recorded = plan.input_digests

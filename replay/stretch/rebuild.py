@@ -142,8 +142,8 @@ def _is_proven(proof: StepReplay) -> bool:
 
 def _is_made(checkpoint: Checkpoint, target: CommittedStep) -> bool:
     """Whether what would be written has the digests that the step recorded."""
-    digests, recorded = digests_of(checkpoint), target.committed.digests
-    return all(digest == recorded.get(STAGES_OF[what]) for what, digest in digests.items())
+    due = {what: target.committed.digests.get(stage) for what, stage in STAGES_OF.items()}
+    return all(digest == due[what] for what, digest in digests_of(checkpoint, due).items())
 
 
 def _written(

@@ -18,6 +18,7 @@ from rollbook.replay.step.starts import find_start, has_state
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
 from rollbook.store.cut import Cut
+from rollbook.store.digest import is_tree
 from rollbook.store.errors import ModelError, ReplayError, TrainError
 from rollbook.store.fold.history import KINDS, History, fold_histories, fold_history
 from rollbook.store.workers import HERE, StoreThere, Workers, spread, store_there
@@ -124,7 +125,9 @@ def chain(history: History, steps: Sequence[int]) -> list[Break]:
             starts, ended = step.planned.input_digests.get(stage), before.committed.digests.get(last)
             # A training in another type rounds the weights that it begins with.
             retyped = before.planned.environment.get("dtype") != step.planned.environment.get("dtype")
-            if None not in (starts, ended) and starts != ended and not retyped:
+            if starts is None or ended is None or is_tree(starts) != is_tree(ended):
+                continue  # digests of two kinds tell nothing of each other
+            if starts != ended and not retyped:
                 breaks.append(Break(number, stage, str(ended), str(starts)))
     return breaks
 

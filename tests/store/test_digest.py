@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import xxhash
 
-from rollbook.store.digest import combine, digest_arrays, digest_json, tensor_line
+from rollbook.store.digest import (
+    BLOCK_BYTES,
+    combine,
+    digest_arrays,
+    digest_json,
+    is_tree,
+    tensor_line,
+    tree_hash,
+)
 
 ARRAY = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -37,6 +45,21 @@ def test_the_digest_is_as_defined() -> None:
     assert digest_arrays({"w": ARRAY, "b": np.array([1, -1], np.int32)}) == expected
     assert combine(reversed(lines)) == expected
     assert tensor_line("w", "float32", (2, 3), ARRAY.tobytes()) == lines[1]
+
+
+def test_a_tree_is_as_defined() -> None:
+    """Of several blocks the hash is xxh3-128 over their hashes; of one it is the block's."""
+    data = np.arange(3 * BLOCK_BYTES + 5, dtype=np.uint8).tobytes()
+    blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+    assert [len(block) for block in blocks] == [65536, 65536, 65536, 5]
+    whole = b"".join(xxhash.xxh3_128_digest(block) for block in blocks)
+    assert tree_hash(data) == xxhash.xxh3_128_hexdigest(whole) == "77ac0d39c61a3a0a6cd69d8549b16e66"
+    for short in (blocks[0], b"a", b""):
+        assert tree_hash(short) == xxhash.xxh3_128_hexdigest(short)
+    line = tensor_line("w", "uint8", (len(data),), data, tree=True)
+    assert line == f"w uint8 [{len(data)}] {tree_hash(data)}"
+    assert combine([line], tree=True) == f"tree-{combine([line])}"
+    assert (is_tree(combine([line], tree=True)), is_tree(combine([line]))) == (True, False)
 
 
 def test_order_and_layout_do_not_matter() -> None:

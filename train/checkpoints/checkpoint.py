@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from rollbook.engines.model_files import MANIFEST, is_sharded
 from rollbook.engines.weights.digests import Tensors, digest_tensors, line_of, read_weights, stream_files
-from rollbook.store.digest import combine
+from rollbook.store.digest import combine, is_tree
 from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.safe_paths import place_inside, reading, refuse_no_plain
@@ -36,6 +36,7 @@ from rollbook.train.checkpoints.directory import (
     LORA,
     SHARDS,
     TENSORS,
+    TREES,
     building_beside,
     checkpoint_name,
     copy_along,
@@ -137,12 +138,13 @@ def write_checkpoint(
         saved = save_weights(weights, building, like)
         own = (optimizer, *(critic or (None, None)), adapter and adapter.tensors)
         beside = zip(_FILES.items(), own, strict=True)
-        lines = {what: _save(t, building / file) for (what, file), t in beside if t is not None}
+        lines = {
+            what: _save(t, building / file, tree=what in TREES) for (what, file), t in beside if t is not None
+        }
         size = size_of(building)
-        digests = [
-            None if part is None else combine(part.values()) for part in (saved, lines.get("optimizer"))
-        ]
-        record = CheckpointWritten(policy, version, str(name), str(digests[0]), digests[1], phase, size)
+        state = None if optimizer is None else combine(lines["optimizer"].values(), tree=True)
+        digests = combine(saved.values()), state
+        record = CheckpointWritten(policy, version, str(name), *digests, phase, size)
         manifest = manifest_of(run, record, {"weights": saved} | lines)
         manifest |= {} if adapter is None else {LORA: adapter.lora.described}
         write_manifest(building, manifest)
@@ -177,7 +179,8 @@ def _read(path: Path) -> Checkpoint:
     else:
         held = {what: _load(path / _FILES[what]) for what in there if what != "weights"}
         held["weights"] = read_weights(path)
-        _check(path, held, digests, lambda what: _damage(held[what], manifest.get(TENSORS[what])))
+        recorded = {what: manifest.get(TENSORS[what]) for what in there}
+        _check(path, held, digests, lambda what: _damage(held[what], recorded[what], digests[what]))
     factors = held.pop("adapter", None)
     adapter = None if factors is None or lora is None else Adapter(factors, lora)
     return Checkpoint(**held, adapter=adapter)
@@ -193,7 +196,7 @@ def weights_named(path: Path, digest: str) -> Tensors:
         ModelError: files are missing or damaged, or the log names others.
     """
     weights = dict(stream_checkpoint(path))
-    if digest_tensors(weights) != digest:
+    if digest_tensors(weights, digest) != digest:
         return checkpoint_named(path, digest).weights  # which says what is damaged, or named otherwise
     return weights
 
@@ -201,7 +204,7 @@ def weights_named(path: Path, digest: str) -> Tensors:
 def checkpoint_named(path: Path, digest: str) -> Checkpoint:
     """A whole checkpoint. Arguments and errors as of `weights_named`."""
     held = read_checkpoint(path)
-    if digest_tensors(held.weights) != digest:
+    if digest_tensors(held.weights, digest) != digest:
         raise ModelError(f"{path}: its weights are not those the log names")
     return held
 
@@ -241,15 +244,16 @@ def _check(
         ModelError: a digest differs.
     """
     for what, tensors in held.items():
-        if digest_tensors(tensors) != digests[what]:
+        if digest_tensors(tensors, digests[what]) != digests[what]:
             raise ModelError(f"{path}: {what} damaged: {damage(what)}")
 
 
-def _damage(tensors: Tensors, recorded: Any) -> str:
-    """Which tensors differ from their digests in the manifest, for an error message."""
+def _damage(tensors: Tensors, recorded: Any, digest: str) -> str:
+    """Which tensors differ from their hashes in the manifest, for an error message."""
     if not isinstance(recorded, dict):
         return f"they are not what {MANIFEST} names"
-    actual = hashes({name: line_of(name, tensor) for name, tensor in tensors.items()})
+    tree = is_tree(digest)
+    actual = hashes({name: line_of(name, tensor, tree=tree) for name, tensor in tensors.items()})
     odd = sorted(name for name in actual | recorded if actual.get(name) != recorded.get(name))
     if not odd:
         return f"their types, shapes or {MANIFEST} itself changed"
@@ -294,10 +298,10 @@ def _again(
     yield from rest
 
 
-def _save(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, str]:
+def _save(tensors: Mapping[str, torch.Tensor], file: Path, *, tree: bool = False) -> dict[str, str]:
     # The widest types first, so that each tensor lies at a multiple of its own width.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    return write_tensors(file, {name: kind_of(tensor) for name, tensor in ordered}, ordered)
+    return write_tensors(file, {name: kind_of(tensor) for name, tensor in ordered}, ordered, tree=tree)
 
 
 def _load(file: Path) -> Tensors:

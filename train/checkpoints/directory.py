@@ -33,6 +33,8 @@ LORA = "lora"
 """The manifest's key of the training of low-rank factors."""
 SHARDS = "shards"
 """The manifest's key of the files that ranks wrote, and of the pieces in each."""
+TREES = ("optimizer", "critic_optimizer")
+"""What is digested by blocks; weights are not, by whose digest engines and models name them."""
 TENSORS = {
     "weights": "tensors",
     "optimizer": "optimizer_tensors",
@@ -69,7 +71,8 @@ def manifest_of(run: str, record: CheckpointWritten, lines: Mapping[str, dict[st
     manifest: Json = {"run": run, "policy": record.policy, "policy_version": record.policy_version}
     manifest |= {"optimizer_digest": None, TENSORS["optimizer"]: {}}
     for what, of_tensors in lines.items():
-        manifest |= {f"{what}_digest": combine(of_tensors.values()), TENSORS[what]: hashes(of_tensors)}
+        digest = combine(of_tensors.values(), tree=what in TREES)
+        manifest |= {f"{what}_digest": digest, TENSORS[what]: hashes(of_tensors)}
     return manifest
 
 

@@ -288,10 +288,14 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
 
 
 def write_tensors(
-    file: Path, kinds: Mapping[str, TensorKind], tensors: Iterable[tuple[str, torch.Tensor]]
+    file: Path,
+    kinds: Mapping[str, TensorKind],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    tree: bool = False,
 ) -> dict[str, str]:
     """Write tensors in the order of `kinds`, durably; returns name -> line for the digest of the
-    set.
+    set, a tree's or one of bytes.
 
     One tensor is in memory at a time.
 
@@ -307,7 +311,7 @@ def write_tensors(
             if (name, kind_of(tensor)) != (wanted := next(expected, None)):
                 raise ModelError(f"{file}: {name}, {kind_of(tensor)}, came where {wanted} was to be written")
             held = tensor.detach().cpu().contiguous()  # copied at most once
-            lines[name] = line_of(name, held)
+            lines[name] = line_of(name, held, tree=tree)
             _write_all(fd, tensor_bytes(held).data)
         if left := [name for name, _ in expected]:
             raise ModelError(f"{file}: {len(left)} tensors did not come, the first of them {left[0]}")

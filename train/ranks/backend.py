@@ -214,9 +214,9 @@ class TrainablePolicy:
         """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""
         return self._digests.of("weights", self.stream_weights, look)
 
-    def optimizer_digest(self) -> Digest:
-        """Digest of the optimizer state."""
-        return self._digests.of("state", lambda: iter(self.optimizer_state().items()))
+    def optimizer_digest(self, *, tree: bool = True) -> Digest:
+        """Digest of the optimizer state. Arguments as of `Policy`."""
+        return self._digests.of("state", lambda: iter(self.optimizer_state().items()), tree=tree)
 
     # Steps ------------------------------------------------------------------------------------
 

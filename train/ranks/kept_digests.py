@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from rollbook.engines.weights.digests import Look, lines_of_stream
-from rollbook.store.digest import combine
+from rollbook.store.digest import combine, is_tree
 
 Digested = Literal["weights", "state"]
 
@@ -26,9 +26,9 @@ class Digest:
     lines: tuple[str, ...]
 
 
-def digest_of(lines: Sequence[str]) -> Digest:
+def digest_of(lines: Sequence[str], *, tree: bool = False) -> Digest:
     """The digest of a set of lines."""
-    return Digest(combine(lines), tuple(lines))
+    return Digest(combine(lines, tree=tree), tuple(lines))
 
 
 class KeptDigests:
@@ -47,13 +47,17 @@ class KeptDigests:
         kind: Digested,
         stream: Callable[[], Iterator[tuple[str, torch.Tensor]]],
         look: Look | None = None,
+        *,
+        tree: bool = False,
     ) -> Digest:
         """The digest of the tensors that `stream` gives, which is called only if the digest is not
         cached.
 
         Args:
             look: called with every tensor; with it, the stream is read in any case.
+            tree: whether it is to be a tree's.
         """
-        if look is not None or kind not in self._kept:
-            self._kept[kind] = digest_of(lines_of_stream(stream(), look))
-        return self._kept[kind]
+        kept = self._kept.get(kind)
+        if look is not None or kept is None or is_tree(kept.digest) != tree:
+            kept = self._kept[kind] = digest_of(lines_of_stream(stream(), look, tree=tree), tree=tree)
+        return kept

@@ -97,8 +97,12 @@ class Policy(Protocol):
             look: called with each tensor first; it may raise.
         """
 
-    def optimizer_digest(self) -> Digest:
-        """Digest of the optimizer state, cached likewise."""
+    def optimizer_digest(self, *, tree: bool = True) -> Digest:
+        """Digest of the optimizer state, cached likewise.
+
+        Args:
+            tree: whether it is of blocks, as steps and checkpoints have it; those of earlier releases do not.
+        """
 
     def seed_step(self, seed: int) -> None:
         """Set every random generator for a step."""

@@ -449,9 +449,9 @@ class SpreadPolicy:
         """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""
         return self._digests.of("weights", self.stream_weights, look)
 
-    def optimizer_digest(self) -> Digest:
-        """Digest of the optimizer state."""
-        return self._digests.of("state", self._stream_state)
+    def optimizer_digest(self, *, tree: bool = True) -> Digest:
+        """Digest of the optimizer state. Arguments as of `Policy`."""
+        return self._digests.of("state", self._stream_state, tree=tree)
 
     def seed_step(self, seed: int) -> None:
         """Set every random generator of all ranks for a step."""

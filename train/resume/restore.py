@@ -24,6 +24,7 @@ import torch
 
 from rollbook.engines.weights.digests import Look
 from rollbook.store import Store
+from rollbook.store.digest import is_tree
 from rollbook.store.errors import ConfigError, ModelError, OutsideError, ReplayError, TrainError
 from rollbook.store.events import CheckpointWritten, Json, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History
@@ -334,8 +335,9 @@ def rerun_steps(
     for step in steps:
         plan = step.planned
         torch.set_num_threads(int(plan.environment["threads"]))
-        digests = experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed)
-        inputs = input_evidence(policy, experiences.critic)
+        trees = has_trees(plan)
+        digests = experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed, trees=trees)
+        inputs = input_evidence(policy, experiences.critic, trees=trees)
         samples = samples_at_cut(log, plan, run) if begins(plan) else {}
         batch = experiences.batch(plan, samples)
         result = run_step(
@@ -347,13 +349,20 @@ def rerun_steps(
         )
 
 
-def input_evidence(policy: Policy, critic: Policy | None) -> Evidence:
-    """The evidence of the tensors that a step starts from."""
-    evidence = of_tensors(input_weights=policy.weights_digest(), input_optimizer=policy.optimizer_digest())
+def has_trees(plan: StepPlanned) -> bool:
+    """Whether a step digests gradients and optimizer state by blocks, as its manifest does."""
+    return is_tree(str(plan.input_digests.get("input_optimizer")))
+
+
+def input_evidence(policy: Policy, critic: Policy | None, *, trees: bool) -> Evidence:
+    """The evidence of the tensors that a step starts from. `trees` as of `StepSettings`."""
+    state = policy.optimizer_digest(tree=trees)
+    evidence = of_tensors(input_weights=policy.weights_digest(), input_optimizer=state)
     if critic is None:
         return evidence
     return evidence | of_tensors(
-        critic_input_weights=critic.weights_digest(), critic_input_optimizer=critic.optimizer_digest()
+        critic_input_weights=critic.weights_digest(),
+        critic_input_optimizer=critic.optimizer_digest(tree=trees),
     )
 
 
@@ -366,6 +375,7 @@ def settings_of(plan: StepPlanned) -> StepSettings:
         plan.policy_version,
         critic.get("learning_rate"),
         bool(critic.get("alone")),
+        has_trees(plan),
     )
 
 

@@ -60,11 +60,11 @@ def recorded_critic(plan: StepPlanned) -> CriticConfig:
     return CriticConfig.model_validate_json(orjson.dumps(plan.critic["optimizer"]))
 
 
-def critic_inputs(critic: Policy) -> Json:
-    """Digests of the critic's state at the start of a step."""
+def critic_inputs(critic: Policy, *, trees: bool) -> Json:
+    """Digests of the critic's state at the start of a step. `trees` as of `StepSettings`."""
     return {
         "critic_input_weights": critic.weights_digest().digest,
-        "critic_input_optimizer": critic.optimizer_digest().digest,
+        "critic_input_optimizer": critic.optimizer_digest(tree=trees).digest,
     }
 
 
@@ -83,9 +83,12 @@ class CriticResult:
 
 
 def run_critic(
-    critic: Policy, algorithm: Algorithm, learning_rate: float, batch: Batch, *, finite: bool
+    critic: Policy, algorithm: Algorithm, learning_rate: float, batch: Batch, *, finite: bool, trees: bool
 ) -> CriticResult:
     """The critic's forward, backward and optimizer step: the mean loss over the batch's trained tokens.
+
+    Args:
+        trees: as of `StepSettings`.
 
     Raises:
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
@@ -97,21 +100,20 @@ def run_critic(
     if finite:
         check_tokens("value_losses", losses, batch, batch.partition)
     look = finite_values("critic_gradients") if finite else None
-    gradients = digest_of(lines_of_stream(critic.stream_gradients(), look))
+    gradients = digest_of(lines_of_stream(critic.stream_gradients(), look, tree=trees), tree=trees)
     norm = critic.optimizer_step(learning_rate)
     weights = critic.weights_digest(finite_values("critic_weights") if finite else None)
+    state = critic.optimizer_digest(tree=trees)
     digests = {
         "value_losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
         "critic_gradients": gradients.digest,
-        "critic_optimizer": critic.optimizer_digest().digest,
+        "critic_optimizer": state.digest,
         "critic_weights": weights.digest,
     }
     arrays = [loss.cpu().numpy() for loss in losses]
     parts = evidence.of_tokens(
         batch, value_losses=in_sample_order(batch.micro_batches, batch.partition, arrays)
-    ) | evidence.of_tensors(
-        critic_gradients=gradients, critic_optimizer=critic.optimizer_digest(), critic_weights=weights
-    )
+    ) | evidence.of_tensors(critic_gradients=gradients, critic_optimizer=state, critic_weights=weights)
     total = sum(float(loss.sum()) for loss in losses)
     metrics = {"value_loss": total / tokens, "critic_gradient_norm": norm} | _explained(batch)
     return CriticResult(digests, metrics, parts)

@@ -241,16 +241,16 @@ class Experiences:
         """The samples of the rollout batch in hand, in order."""
         return () if self._held is None else self._held.samples
 
-    def input_digests(self, algorithm: Algorithm, seed: int) -> Json:
-        """Seed the generators, and digest the state that a step starts from.
+    def input_digests(self, algorithm: Algorithm, seed: int, *, trees: bool = True) -> Json:
+        """Seed the generators, and digest the state that a step starts from. `trees` as of `StepSettings`.
 
         Raises:
             TrainError: there is no checkpoint of the reference policy.
         """
-        digests = input_digests(self._policy, seed)
+        digests = input_digests(self._policy, seed, trees=trees)
         if algorithm.reference is not None:
             digests["reference_weights"] = self._references.digest(algorithm.reference)
-        return digests if self.critic is None else digests | critic_inputs(self.critic)
+        return digests if self.critic is None else digests | critic_inputs(self.critic, trees=trees)
 
     def score_ahead(
         self,

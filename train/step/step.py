@@ -92,6 +92,7 @@ class StepSettings:
         version: the policy's as the step begins, from which ages of tokens count.
         critic_learning_rate: of the critic's optimizer, where the algorithm has a critic.
         critic_alone: whether only the critic's weights move.
+        trees: whether gradients and optimizer state are digested by blocks, as earlier releases did not.
     """
 
     algorithm: Algorithm
@@ -99,6 +100,7 @@ class StepSettings:
     version: int = 0
     critic_learning_rate: float | None = None
     critic_alone: bool = False
+    trees: bool = True
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -115,12 +117,12 @@ def rng_digest(device: torch.device) -> str:
     return digest_tensors(states)
 
 
-def input_digests(policy: Policy, seed: int) -> Json:
-    """Seed the generators, and digest the state that the step starts from."""
+def input_digests(policy: Policy, seed: int, *, trees: bool = True) -> Json:
+    """Seed the generators, and digest the state that the step starts from. `trees` as of `StepSettings`."""
     policy.seed_step(seed)
     return {
         "input_weights": policy.weights_digest().digest,
-        "input_optimizer": policy.optimizer_digest().digest,
+        "input_optimizer": policy.optimizer_digest(tree=trees).digest,
         "rng": rng_digest(policy.device),
     }
 
@@ -150,7 +152,8 @@ def run_step(
     if critic is None:
         return result
     assert settings.critic_learning_rate is not None
-    learnt = run_critic(critic, settings.algorithm, settings.critic_learning_rate, batch, finite=finite)
+    rate, trees = settings.critic_learning_rate, settings.trees
+    learnt = run_critic(critic, settings.algorithm, rate, batch, finite=finite, trees=trees)
     metrics_of_both = result.metrics | learnt.metrics
     return StepResult(result.digests | learnt.digests, metrics_of_both, result.evidence | learnt.evidence)
 
@@ -177,21 +180,23 @@ def _run_policy(
         check(output_stage, values, batch, batch.partition)
         check("losses", losses, batch, batch.partition)
     looks = [item for item in (finite_values("gradients") if finite else None, look) if item is not None]
-    gradients = digest_of(lines_of_stream(policy.stream_gradients(), _combined(looks)))
+    lines = lines_of_stream(policy.stream_gradients(), _combined(looks), tree=settings.trees)
+    gradients = digest_of(lines, tree=settings.trees)
     alone = settings.critic_alone
     norm = policy.gradient_norm() if alone else policy.optimizer_step(settings.learning_rate)
     weights = policy.weights_digest(finite_values("weights") if finite else None)
+    state = policy.optimizer_digest(tree=settings.trees)
     digests = batch.digests() | {
         output_stage: digest_tensors({str(i): t for i, t in enumerate(values)}),
         "losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
         "gradients": gradients.digest,
-        "optimizer": policy.optimizer_digest().digest,
+        "optimizer": state.digest,
         "weights": weights.digest,
     }
     parts = evidence.of_batch(batch) | _pass_evidence(batch, output_stage, values, losses)
     if output_stage == "logprobs":
         parts |= Evidence(values={"entropies": _entropies(batch, micro_losses)})
-    parts |= evidence.of_tensors(gradients=gradients, optimizer=policy.optimizer_digest(), weights=weights)
+    parts |= evidence.of_tensors(gradients=gradients, optimizer=state, weights=weights)
     step_metrics = {
         "loss": float(sum(item.total for item in micro_losses)) / loss_of.divisor,
         "gradient_norm": norm,

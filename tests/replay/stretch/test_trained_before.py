@@ -13,8 +13,9 @@ import torch
 from tests.fakes.stories import fabric
 
 from rollbook import store as rb
-from rollbook.replay.stretch.stretch import history_of, prove_stretch
+from rollbook.replay.stretch.stretch import chain, history_of, prove_stretch
 from rollbook.store import Store
+from rollbook.store.digest import is_tree
 from rollbook.store.errors import TrainError
 
 UNKNOWN = ["schedule", "evidence"]
@@ -63,6 +64,9 @@ def test_the_training_that_it_left_goes_on(before: Store) -> None:
     last = sorted(history.steps)[-2:]
     assert last == ([3, 4] if abandoned is None else [4, 5])
     assert len({history.steps[step].planned.phase for step in last}) == 1
+    for number, step in history.steps.items():
+        assert is_tree(step.committed.digests["optimizer"]) == (number > 2)
+    assert chain(history, sorted(history.steps)) == [], "digests of two kinds are not compared"
     result = prove_stretch(before, history, *last)
     stages = [{str(stage.verdict) for stage in s.replay.stages.values()} for s in result.steps if s.replay]
     assert stages == [{"equal"}, {"equal"}]

@@ -57,7 +57,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(tmp_path: Path) -> None:
             assert loaded[name].shape == tensor.shape
             assert loaded[name].numpy().tobytes() == tensor.numpy().tobytes(), name
     assert record.weights_digest == digest_tensors(weights)
-    assert record.optimizer_digest == digest_tensors(_optimizer())
+    assert record.optimizer_digest == digest_tensors(_optimizer(), "tree-")
     files = [f for f in (tmp_path / record.path).iterdir() if f.name != MANIFEST]
     assert record.bytes == sum(f.stat().st_size for f in files)
 

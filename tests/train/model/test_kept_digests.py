@@ -46,7 +46,9 @@ def test_every_way_to_change_a_policy_is_noticed(model_folders: Path, dtype: str
 
     def right() -> None:
         assert policy.weights_digest().digest == digest_tensors(policy.weights())
-        assert policy.optimizer_digest().digest == digest_tensors(policy.optimizer_state())
+        for tree, like in ((True, "tree-"), (False, "")):
+            digest = policy.optimizer_digest(tree=tree).digest
+            assert digest == digest_tensors(policy.optimizer_state(), like)
 
     policy.load_weights(weights)
     right()

@@ -18,7 +18,8 @@ import torch
 from safetensors import safe_open
 
 from rollbook.engines.model_files import check_unchanged, origin_of, weight_files
-from rollbook.store.digest import combine, tensor_line
+from rollbook.engines.weights.hashed_there import HashedThere, hashed_there, lines_of
+from rollbook.store.digest import combine, is_tree, tensor_line
 from rollbook.store.errors import ModelError
 from rollbook.store.safe_paths import reading
 
@@ -42,20 +43,26 @@ def tensor_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
 
 
-def line_of(name: str, tensor: torch.Tensor) -> str:
-    """The line of one tensor in a digest; its last word is the xxh3-128 of its bytes.
+def line_of(name: str, tensor: torch.Tensor, *, tree: bool = False) -> str:
+    """The line of one tensor in a digest; its last word is the xxh3-128 of its bytes, or in a tree's of the
+    hashes of its blocks.
 
     bfloat16 and float16 are converted to float32 of the same values: so the digest does not
     depend on which of these types holds the weights.
     """
     wide = tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
     dtype = str(wide.dtype).removeprefix("torch.")
-    return tensor_line(name, dtype, wide.shape, tensor_bytes(wide).data)
+    return tensor_line(name, dtype, wide.shape, tensor_bytes(wide).data, tree=tree)
 
 
-def digest_tensors(tensors: Tensors) -> str:
-    """The digest of `store.digest` over torch tensors of any type and device."""
-    return digest_stream(tensors.items())
+def digest_tensors(tensors: Tensors, like: str = "") -> str:
+    """The digest of `store.digest` over torch tensors of any type and device.
+
+    Args:
+        like: a digest to compare it with, of whose kind it is to be; empty: it is of bytes.
+    """
+    tree = is_tree(like)
+    return combine(lines_of_stream(tensors.items(), tree=tree), tree=tree)
 
 
 def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None = None) -> str:
@@ -63,26 +70,33 @@ def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None
     return combine(lines_of_stream(tensors, look))
 
 
-def lines_of_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None = None) -> list[str]:
-    """Digest lines of tensors that come one at a time; threads hash large ones meanwhile.
+def lines_of_stream(
+    tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None = None, *, tree: bool = False
+) -> list[str]:
+    """Digest lines of tensors that come one at a time; threads hash large ones meanwhile, and by blocks a GPU
+    those that it holds.
 
     Args:
         look: called with each tensor first.
     """
     lines: list[str] = []
+    there: list[HashedThere] = []
     waiting: deque[Future[str]] = deque()
     with ThreadPoolExecutor(max(HASHERS.values())) as pool:
         for name, tensor in tensors:
             if look is not None:
                 look(name, tensor)
+            if tree and tensor.is_cuda:
+                there.append(hashed_there(name, tensor))
+                continue
             if tensor.nbytes < LARGE:
-                lines.append(line_of(name, tensor))
+                lines.append(line_of(name, tensor, tree=tree))
                 continue
             if len(waiting) >= HASHERS.get(tensor.device.type, 1):  # no more of them are kept in memory
                 lines.append(waiting.popleft().result())
-            waiting.append(pool.submit(line_of, name, tensor))
+            waiting.append(pool.submit(line_of, name, tensor, tree=tree))
         lines += [line.result() for line in waiting]
-    return lines
+    return lines + lines_of(there)
 
 
 def checksums(tensors: Tensors) -> dict[str, str]:

@@ -1,0 +1,136 @@
+"""xxh3-128 of blocks of 64 KiB, computed where a tensor is: the bits that the library `xxhash` gives.
+
+For a digest by blocks (`store.digest`) tensors need not leave their device: of each block there are 16 bytes
+to copy. The formulas are those of XXH3's specification for inputs beyond 240 bytes
+(https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md), in integers of 64 bits that wrap; torch has
+signed ones alone, whose sums, products and exclusive ors have the same bits.
+
+A block is 64 rows of 16 stripes of 64 bytes, the last of which is set apart. Within a row eight sums grow in
+any order, so a device computes them side by side; between rows they are scrambled. `block_kernel` does so in
+one pass where Triton is installed; here it is written in torch, for every other device, in passes over parts.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+
+from rollbook.store.digest import BLOCK_BYTES
+
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+"""XXH3's default secret, 192 bytes."""
+LANES, STRIPES, ROWS = 8, 16, BLOCK_BYTES // 1024
+"""Sums of 64 bits; stripes of 64 bytes in a row; rows in a block."""
+_P32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+_P64 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_LOW = 0xFFFFFFFF
+PART_BLOCKS = 512
+"""Blocks that torch passes over at once: 32 MiB, and a few times that for what is between."""
+
+
+def _signed(value: int) -> int:
+    """The signed integer of 64 bits that has these bits."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+def secret_words(at: int, count: int) -> list[int]:
+    """Words of the secret from a byte on, signed."""
+    return list(struct.unpack_from(f"<{count}q", _SECRET, at))
+
+
+START = [_signed(v) for v in (_P32[2], *_P64[:4], _P32[1], _P64[4], _P32[0])]
+ROW_KEYS = [secret_words(8 * stripe, LANES) for stripe in range(STRIPES)]
+SCRAMBLE_KEYS, LAST_KEYS = secret_words(128, LANES), secret_words(121, LANES)
+SCRAMBLE_FACTOR = _P32[0]
+
+
+def block_hashes(words: torch.Tensor) -> torch.Tensor:
+    """xxh3-128 of each block, as (high, low) halves.
+
+    Args:
+        words: the blocks' bytes as int64 [blocks, 8192], on any device.
+
+    Returns:
+        int64 [blocks, 2], there.
+    """
+    if words.is_cuda and (kernel := _kernel()) is not None:
+        sums: torch.Tensor = kernel.block_sums(words)
+        return _merged(sums)
+    parts = [_merged(_sums(part)) for part in torch.split(words, PART_BLOCKS)]
+    return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+
+def _kernel() -> Any:
+    try:
+        from rollbook.engines.weights import block_kernel
+    except ImportError:  # torch for other devices comes without Triton
+        return None
+    return block_kernel
+
+
+def _sums(words: torch.Tensor) -> torch.Tensor:
+    """The eight sums of each block, int64 [blocks, 8]."""
+    rows = words.view(-1, ROWS, STRIPES, LANES)
+    keys = torch.tensor(ROW_KEYS, device=words.device)
+    scramble = torch.tensor(SCRAMBLE_KEYS, device=words.device)
+    sums = torch.tensor(START, device=words.device).expand(len(rows), LANES)
+    for number in range(ROWS):
+        row = rows[:, number]
+        if number < ROWS - 1:
+            sums = sums + _grown(row, keys).sum(1)
+            sums = (_shifted(sums, 47) ^ sums ^ scramble) * SCRAMBLE_FACTOR
+        else:  # its last stripe has keys of its own, and nothing is scrambled behind it
+            sums = sums + _grown(row[:, :-1], keys[:-1]).sum(1)
+            sums = sums + _grown(row[:, -1], torch.tensor(LAST_KEYS, device=words.device))
+    return sums
+
+
+def _grown(data: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """What stripes [..., 8] add to the sums."""
+    keyed = data ^ keys
+    swapped = data.reshape(*data.shape[:-1], LANES // 2, 2).flip(-1).reshape(data.shape)
+    return (keyed & _LOW) * _shifted(keyed, 32) + swapped
+
+
+def _shifted(value: torch.Tensor, by: int) -> torch.Tensor:
+    """Shifted to the right, with zeros coming in."""
+    return (value >> by) & ((1 << (64 - by)) - 1)
+
+
+def _merged(sums: torch.Tensor) -> torch.Tensor:
+    """The hashes of blocks, int64 [blocks, 2], from their sums."""
+    low = _mixed(sums, secret_words(11, LANES), BLOCK_BYTES * _P64[0])
+    high = _mixed(sums, secret_words(117, LANES), ~(BLOCK_BYTES * _P64[1]))
+    return torch.stack([high, low], 1)
+
+
+def _mixed(sums: torch.Tensor, keys: list[int], start: int) -> torch.Tensor:
+    keyed = sums ^ torch.tensor(keys, device=sums.device)
+    value = _folded(keyed[:, 0::2], keyed[:, 1::2]).sum(1) + _signed(start)
+    value = value ^ _shifted(value, 37)
+    value = value * 0x165667919E3779F9
+    return value ^ _shifted(value, 32)
+
+
+def _folded(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The exclusive or of the halves of the products of 128 bits."""
+    left_low, left_high = left & _LOW, _shifted(left, 32)
+    right_low, right_high = right & _LOW, _shifted(right, 32)
+    low, middle = left_low * right_low, left_high * right_low
+    cross = _shifted(low, 32) + (middle & _LOW) + left_low * right_high
+    upper = _shifted(middle, 32) + _shifted(cross, 32) + left_high * right_high
+    return upper ^ ((cross << 32) | (low & _LOW))
