@@ -49,7 +49,8 @@ def pack(micro: MicroBatch, device: torch.device, multiple: int = 1) -> Pack:
     row = np.append(micro.tokens[real], np.zeros(more, micro.tokens.dtype))
     columns = np.append(columns, np.arange(more))
     places = (row, columns, np.flatnonzero(next_trained[real]), rows)
-    tokens, positions, before, at = (torch.from_numpy(array).to(device) for array in places)
+    placed = [torch.from_numpy(array).to(device, non_blocking=True) for array in places]
+    tokens, positions, before, at = placed
     return Pack(tokens[None], positions[None], documents(ends, device), before, at)
 
 
@@ -58,7 +59,7 @@ def documents(ends: npt.NDArray[np.int64], device: torch.device) -> Any:
     0."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    cumulative = torch.from_numpy(ends.astype(np.int32)).to(device)
+    cumulative = torch.from_numpy(ends.astype(np.int32)).to(device, non_blocking=True)
     # Not the pack's length: with it, rotary positions would run on from one document to the next.
     longest = int(np.diff(ends).max())
     params = PackedSeqParams(

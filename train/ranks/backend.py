@@ -357,7 +357,7 @@ class TrainablePolicy:
             return self._padded_outputs(model, micro) if padded else self._packed_outputs(model, micro)
 
     def _padded_outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
-        tokens = torch.from_numpy(micro.tokens).to(self.device)
+        tokens = torch.from_numpy(micro.tokens).to(self.device, non_blocking=True)
         length = tokens.shape[1]
         tokens = torch.nn.functional.pad(tokens, (0, -length % self._multiple))
         positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)

@@ -24,7 +24,8 @@ from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.step import evidence
 from rollbook.train.step.evidence import Evidence
-from rollbook.train.step.finite import check_tokens, finite_values
+from rollbook.train.step.finite import FiniteValues, check_tokens
+from rollbook.train.step.host_copies import copied_at_once
 
 
 def restored_critic(
@@ -94,15 +95,21 @@ def run_critic(
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
     """
     tokens = max(batch.trained_tokens, 1)
-    losses = critic.forward_backward(
-        without_experts(batch.micro_batches), ValueLoss(algorithm, tokens), batch.shares
+    losses = copied_at_once(
+        critic.forward_backward(
+            without_experts(batch.micro_batches), ValueLoss(algorithm, tokens), batch.shares
+        )
     )
     if finite:
         check_tokens("value_losses", losses, batch, batch.partition)
-    look = finite_values("critic_gradients") if finite else None
-    gradients = digest_of(lines_of_stream(critic.stream_gradients(), look, tree=trees), tree=trees)
+    seen = FiniteValues("critic_gradients")
+    lines = lines_of_stream(critic.stream_gradients(), seen if finite else None, tree=trees)
+    seen.check()
+    gradients = digest_of(lines, tree=trees)
     norm = critic.optimizer_step(learning_rate)
-    weights = critic.weights_digest(finite_values("critic_weights") if finite else None)
+    seen = FiniteValues("critic_weights")
+    weights = critic.weights_digest(seen if finite else None)
+    seen.check()
     state = critic.optimizer_digest(tree=trees)
     digests = {
         "value_losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
@@ -110,7 +117,7 @@ def run_critic(
         "critic_optimizer": state.digest,
         "critic_weights": weights.digest,
     }
-    arrays = [loss.cpu().numpy() for loss in losses]
+    arrays = [loss.numpy() for loss in losses]
     parts = evidence.of_tokens(
         batch, value_losses=in_sample_order(batch.micro_batches, batch.partition, arrays)
     ) | evidence.of_tensors(critic_gradients=gradients, critic_optimizer=state, critic_weights=weights)
@@ -138,7 +145,7 @@ class ValueLoss:
 
 def _placed(array: npt.NDArray[Any] | None, device: torch.device) -> torch.Tensor:
     assert array is not None
-    return torch.from_numpy(array[:, 1:]).to(device)
+    return torch.from_numpy(array[:, 1:]).to(device, non_blocking=True)
 
 
 def _explained(batch: Batch) -> Json:

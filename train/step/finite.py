@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rollbook.engines.weights.digests import Look
 from rollbook.store.errors import AllRejectedError, NotFiniteError
 from rollbook.train.batches.batch import Batch, Partition, micro_batches_of
 from rollbook.train.select.samples import Sample
@@ -89,20 +88,46 @@ def check_samples(stage: str, tensors: Sequence[torch.Tensor], batch: Batch, par
             raise _error(stage, where, batch.samples[at])
 
 
-def finite_values(stage: str) -> Look:
-    """A callback that checks each tensor of a stage to be finite.
+class FiniteValues:
+    """A `Look` that finds out whether each tensor of a stage is finite. What a device holds is known once
+    `check` has waited for it: looking at one tensor after the other would wait for each."""
 
-    Raises:
-        NotFiniteError: it names the stage and the first tensor.
-    """
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+        self._there: list[tuple[str, torch.Tensor]] = []
+        """The name of each tensor on a device, and its least and its greatest value, [2]."""
 
-    def look(name: str, tensor: torch.Tensor) -> None:
+    def __call__(self, name: str, tensor: torch.Tensor) -> None:
+        """Look at a tensor.
+
+        Raises:
+            NotFiniteError: it is on the CPU, and not finite.
+        """
+        if not tensor.numel():
+            return
         # The least and the greatest are NaN where one is: forty times as fast as looking at each.
-        if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
+        ends = torch.stack(tensor.aminmax())
+        if tensor.device.type != "cpu":
+            self._there.append((name, ends.float()))
+        elif not torch.isfinite(ends).all():
             bad = int((~torch.isfinite(tensor)).sum())
-            raise _error(stage, f"{stage}: {bad} of {tensor.numel()} values of {name} are not finite")
+            raise self._error(f"{bad} of {tensor.numel()} values of {name} are not finite")
 
-    return look
+    def check(self) -> None:
+        """Wait for what devices hold.
+
+        Raises:
+            NotFiniteError: a tensor is not finite; it names the stage and the first of them.
+        """
+        if not self._there:
+            return
+        finite = torch.isfinite(torch.stack([ends for _, ends in self._there])).all(1).tolist()
+        for (name, _), whole in zip(self._there, finite, strict=True):
+            if not whole:
+                raise self._error(f"values of {name} are not finite")
+
+    def _error(self, what: str) -> NotFiniteError:
+        return _error(self._stage, f"{self._stage}: {what}")
 
 
 def _sample(batch: Batch, at: int) -> str:

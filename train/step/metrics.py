@@ -3,9 +3,9 @@ Recorded with the step, and computed again by its replay."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -44,22 +44,41 @@ class TokenValues:
     def measure(self, values: dict[str, torch.Tensor]) -> None:
         """Add the algorithm's measures of a micro-batch."""
         for name, tensor in values.items():
-            self.measured.setdefault(name, []).append(tensor.detach().cpu())
+            self.measured.setdefault(name, []).append(tensor.detach())
 
-    def add(self, mask: torch.Tensor, micro: MicroBatch, version: int, **values: torch.Tensor | None) -> None:
-        """Add the values of a micro-batch's trained tokens, each [B, T - 1]."""
-        sampled = torch.from_numpy(micro.versions[:, 1:])[mask.cpu()]
+    def add(self, micro: MicroBatch, version: int, **values: torch.Tensor | None) -> None:
+        """Add the values of a micro-batch's trained tokens, each [B, T - 1]. They stay on their device."""
+        mask = micro.loss_mask[:, 1:]
+        sampled = torch.from_numpy(micro.versions[:, 1:][mask])
         self.ages.append(torch.where(sampled >= 0, version - sampled, -1))
+        places = torch.from_numpy(np.flatnonzero(mask))  # known here, which a device would be waited for
         for name, tensor in values.items():
             if tensor is not None:
-                getattr(self, name).append(tensor.detach()[mask].cpu())
+                at = places.to(tensor.device, non_blocking=True)
+                getattr(self, name).append(tensor.detach().reshape(-1)[at])
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that was collected."""
+        for name in _LISTS:
+            yield from getattr(self, name)
+        for measured in self.measured.values():
+            yield from measured
+
+    def of(self, tensors: Iterator[torch.Tensor]) -> TokenValues:
+        """The same with others in the place of `tensors`."""
+        lists = {name: list(islice(tensors, len(getattr(self, name)))) for name in _LISTS}
+        measured = {name: list(islice(tensors, len(held))) for name, held in self.measured.items()}
+        return TokenValues(**lists, measured=measured)
+
+
+_LISTS = tuple(column.name for column in fields(TokenValues) if column.name != "measured")
 
 
 def all_of(parts: Sequence[TokenValues]) -> TokenValues:
     """The values of several micro-batches, concatenated in order."""
     merged = TokenValues()
     for part in parts:
-        for name in (column.name for column in fields(TokenValues) if column.name != "measured"):
+        for name in _LISTS:
             getattr(merged, name).extend(getattr(part, name))
         for name, tensors in part.measured.items():
             merged.measured.setdefault(name, []).extend(tensors)

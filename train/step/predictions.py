@@ -62,7 +62,7 @@ class Predictions:
         return placed.index_put((self._mask,), values)
 
     def _placed(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
 def sample_scores(scores: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
@@ -72,7 +72,7 @@ def sample_scores(scores: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     for sequence classification give.
     """
     last = np.where(micro.loss_mask, np.arange(micro.loss_mask.shape[1]), 0).max(-1)
-    at = torch.from_numpy(last).to(scores.device)
+    at = torch.from_numpy(last).to(scores.device, non_blocking=True)
     return scores[torch.arange(len(last), device=scores.device), at]
 
 

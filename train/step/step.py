@@ -29,7 +29,8 @@ from rollbook.train.ranks.policy import Policy
 from rollbook.train.step import evidence, metrics
 from rollbook.train.step.critic import run_critic
 from rollbook.train.step.evidence import Evidence
-from rollbook.train.step.finite import check_batch, check_samples, check_tokens, finite_values
+from rollbook.train.step.finite import FiniteValues, check_batch, check_samples, check_tokens
+from rollbook.train.step.host_copies import copied_at_once
 from rollbook.train.step.metrics import of_routing
 from rollbook.train.step.predictions import Predictions, score_loss
 
@@ -174,17 +175,21 @@ def _run_policy(
     if finite:
         check_batch(batch, exact="logprobs" in algorithm.needs)
     routed = of_routing(policy, algorithm, batch, version)
-    micro_losses = policy.forward_backward(batch.micro_batches, loss_of, batch.shares)
+    micro_losses = on_host(policy.forward_backward(batch.micro_batches, loss_of, batch.shares))
     values, losses = [item.values for item in micro_losses], [item.losses for item in micro_losses]
     if finite:
         check(output_stage, values, batch, batch.partition)
         check("losses", losses, batch, batch.partition)
-    looks = [item for item in (finite_values("gradients") if finite else None, look) if item is not None]
+    seen = FiniteValues("gradients")
+    looks = [item for item in (seen if finite else None, look) if item is not None]
     lines = lines_of_stream(policy.stream_gradients(), _combined(looks), tree=settings.trees)
+    seen.check()
     gradients = digest_of(lines, tree=settings.trees)
     alone = settings.critic_alone
     norm = policy.gradient_norm() if alone else policy.optimizer_step(settings.learning_rate)
-    weights = policy.weights_digest(finite_values("weights") if finite else None)
+    seen = FiniteValues("weights")
+    weights = policy.weights_digest(seen if finite else None)
+    seen.check()
     state = policy.optimizer_digest(tree=settings.trees)
     digests = batch.digests() | {
         output_stage: digest_tensors({str(i): t for i, t in enumerate(values)}),
@@ -224,8 +229,7 @@ def _pass_evidence(
 ) -> Evidence:
     """The evidence of a batch's forward and backward passes, by sample."""
     arrays = {
-        stage: [t.cpu().numpy() for t in parts]
-        for stage, parts in ((output_stage, values), ("losses", losses))
+        stage: [t.numpy() for t in parts] for stage, parts in ((output_stage, values), ("losses", losses))
     }
     if output_stage == "logprobs":
         whole = {
@@ -264,6 +268,13 @@ class MicroLoss:
     seen: metrics.TokenValues
 
 
+def on_host(kept: Sequence[MicroLoss]) -> list[MicroLoss]:
+    """What was kept of all micro-batches, in the host's memory: a device is waited for once."""
+    everything = [t for item in kept for t in (item.values, item.losses, item.total, *item.seen.tensors())]
+    host = iter(copied_at_once(everything))
+    return [MicroLoss(next(host), next(host), next(host), item.seen.of(host)) for item in kept]
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
     """The loss of a policy's micro-batches. It is sent to other ranks.
@@ -290,7 +301,8 @@ class PolicyLoss:
             token_values.measure(measured)
         else:
             losses, values = _micro_loss(outputs, micro, algorithm, self.version, token_values, self.totals)
-        total = algorithm.add(losses, torch.from_numpy(micro.loss_mask[:, 1:]).to(losses.device))
+        mask = torch.from_numpy(micro.loss_mask[:, 1:]).to(losses.device, non_blocking=True)
+        total = algorithm.add(losses, mask)
         return total / self.divisor, MicroLoss(values.detach(), losses.detach(), total.detach(), token_values)
 
 
@@ -328,7 +340,7 @@ def loss_inputs(
     """
 
     def placed(array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array[:, 1:]).to(logprobs.device)
+        return torch.from_numpy(array[:, 1:]).to(logprobs.device, non_blocking=True)
 
     def placed_if_any(array: npt.NDArray[Any] | None) -> torch.Tensor | None:
         return None if array is None else placed(array)
@@ -363,7 +375,6 @@ def _note(
     low, high = algorithm.clipped(inputs) or (None, None)
     reference = inputs.reference_logprobs
     token_values.add(
-        inputs.mask,
         micro,
         version,
         engine_gaps=inputs.logprobs - inputs.behaviour if exact else None,

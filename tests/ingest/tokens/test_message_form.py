@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollbook.ingest.tokens import message_form
 from rollbook.ingest.tokens.chat_template import ChatTokenizer
 from rollbook.ingest.tokens.message_form import chain_all, in_form, normal
 from rollbook.ingest.tokens.tree import TurnTree, grown, left_out
@@ -390,3 +391,47 @@ def _rendered(tokenizer: ChatTokenizer, messages: Any, tools: Any = TOOLS) -> st
         return tokenizer.render(messages, tools, generate=True)
     except RequestError:
         return None
+
+
+_ODD = st.sampled_from([None, "", "x", [], {}, 0, False])
+_FUNCTIONS = st.fixed_dictionaries(
+    {}, optional={"name": st.sampled_from(["f", None]), "arguments": st.sampled_from(["{}", "", {}, None])}
+)
+_CALLS = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": st.sampled_from(["a", None, 3, ""]),
+        "type": st.sampled_from(["function", "", None, "custom"]),
+        "function": _FUNCTIONS | st.none(),
+        "index": st.sampled_from([0, None]),
+    },
+)
+_MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.sampled_from(["hi", ""])},
+    optional={
+        "tool_calls": st.lists(_CALLS, max_size=2) | _ODD,
+        **dict.fromkeys(("name", "tool_call_id", "refusal", "reasoning_content", "more"), _ODD),
+    },
+)
+
+
+@given(_MESSAGES)
+def test_what_has_the_form_is_left_as_it_is(message: dict[str, Any]) -> None:
+    """A message that is given back itself is what forming it anew would give."""
+    if message_form._is_formed(message):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(message_form, "_is_formed", lambda _: False)
+            assert in_form(message) == message
+        assert in_form(message) is message
+
+
+def test_what_clients_send_has_the_form() -> None:
+    """Calls and their results as OpenAI's SDK writes them are not formed anew."""
+    function = {"name": "look", "arguments": "{}"}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "a", "type": "function", "function": function}],
+    }
+    for message in (call, {"role": "tool", "tool_call_id": "a", "content": "found"}):
+        assert in_form(message) is message

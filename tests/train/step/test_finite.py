@@ -34,7 +34,7 @@ from rollbook.train.config.phase import family_names
 from rollbook.train.loop import trainer
 from rollbook.train.ranks.backend import TrainablePolicy
 from rollbook.train.select.samples import Sample, all_samples
-from rollbook.train.step.finite import check_batch, check_tokens, finite_values
+from rollbook.train.step.finite import FiniteValues, check_batch, check_tokens
 
 Stores = Callable[..., Store]
 GRPO = Grpo(name="grpo", group_size=4, groups=1)
@@ -57,8 +57,8 @@ def test_finite_numbers_pass(samples: list[Sample]) -> None:
     teacher = [replace(s, reward=None, logprobs=np.full(len(s), np.nan, np.float32)) for s in samples]
     check_batch(_batch(teacher, Sft(name="sft")))
     check_tokens("losses", [torch.zeros(4, 3)], _batch(samples), partition(4, None))
-    finite_values("weights")("a", torch.zeros(3))
-    finite_values("weights")("none", torch.zeros(0))
+    FiniteValues("weights")("a", torch.zeros(3))
+    FiniteValues("weights")("none", torch.zeros(0))
 
 
 def test_a_reward_without_end(samples: list[Sample]) -> None:
@@ -103,11 +103,11 @@ def test_the_first_tensor_is_named() -> None:
     """With how much of it is lost."""
     tensors = [("a", torch.zeros(3)), ("b", torch.tensor([0.0, float("inf"), float("nan")]))]
     with pytest.raises(NotFiniteError, match="gradients: 2 of 3 values of b are not finite"):
-        digest_stream(tensors, finite_values("gradients"))
+        digest_stream(tensors, FiniteValues("gradients"))
     assert digest_stream(tensors)
     for value in (float("inf"), -float("inf"), float("nan")):
         with pytest.raises(NotFiniteError, match="1 of 2 values of c"):
-            finite_values("weights")("c", torch.tensor([1.0, value], dtype=torch.bfloat16))
+            FiniteValues("weights")("c", torch.tensor([1.0, value], dtype=torch.bfloat16))
 
 
 # A training ----------------------------------------------------------------------------------------
