@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,7 @@ from starlette.responses import Response
 
 from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.bounds import run_by_size
+from rollbook.edge.direct_routes import DirectRoutes
 from rollbook.edge.errors import describe
 from rollbook.edge.requests import RequestSlots
 from rollbook.ingest.cluster.shared_connections import ElsewhereError
@@ -46,6 +48,7 @@ from rollbook.ingest.turns.planning import PromptPlan, retry_count
 from rollbook.store.errors import RequestError
 from rollbook.store.events import QUARANTINE, Json
 
+_PATHS = re.compile("(?:/t/.*)?(?:" + "|".join(map(re.escape, APIS)) + ")", re.DOTALL)
 STREAM_SILENCE_S, WHOLE_SILENCE_S = 10.0, 120.0
 """After so much silence bytes are sent that mean nothing: comments in streams, spaces before a JSON reply.
 
@@ -71,10 +74,11 @@ class ModelRoutes:
         self.reader = CallReader(self.resolver, self.turn_runner, ImageLinks(settings.image_host), self.slots)
 
     def add(self, app: FastAPI) -> None:
-        """Add the APIs' paths, each with a trajectory in front of it and without."""
+        """Add the APIs' paths, each with a trajectory in front of it and without; before any middleware."""
         for prefix in ("", "/t/{said:path}"):
             for path in APIS:
                 app.add_route(prefix + path, self.answer, methods=["POST"])
+        app.add_middleware(DirectRoutes, paths=_PATHS, answer=self.answer, handlers=app.exception_handlers)
 
     async def answer(self, request: Request) -> Response:
         """Answer a request for a completion."""

@@ -110,9 +110,9 @@ def build_app(
 
     app = FastAPI(title="Rollbook", lifespan=lifespan)
     answer_errors(app, metrics)
+    ModelRoutes(turn_runner, resolver, room, metrics).add(app)
     join(app, others, recorder.redactor.text, _knows(recorder), room, metrics)
     guard = run_guard(secrets.keys, recorder.run, recorder.store.path)
-    ModelRoutes(turn_runner, resolver, room, metrics).add(app)  # first: routes are tried in order
     add_trajectory_routes(app, recorder, resolver, guard, room)
     streams = app.state.streams = add_event_routes(app, recorder, room, settings.max_consumers)
     LookupRoutes(turn_runner, resolver, room, model_name).add(app)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollbook.engines.weights.block_hash import (
+from rollbook.engines.weights.xxh3 import (
     LANES,
     LAST_KEYS,
     ROW_KEYS,
