@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -10,8 +10,9 @@ from rich.text import Text
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from rollbook.cli.app import app
-from rollbook.cli.options import literal
+from rollbook.cli.app import COMMANDS, app
+from rollbook.cli.groups import Announced, literal
+from rollbook.cli.replay import group as replay
 
 
 def _commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -45,6 +46,18 @@ def test_help_loses_no_text(words: tuple[str, ...]) -> None:
     assert result.exit_code == 0, result.output
     shown = " ".join(result.output.split())
     assert [text for text in map(_flat, _texts(command)) if text not in shown] == []
+
+
+@pytest.mark.parametrize(("above", "announced"), [((), COMMANDS), (("replay",), replay.COMMANDS)])
+def test_a_group_says_of_its_commands_what_they_say(
+    above: tuple[str, ...], announced: Mapping[str, Announced]
+) -> None:
+    """It imports none of them, so that it has their first paragraphs itself."""
+    group: Any = get_command(app)
+    for word in above:
+        group = group.commands[word]
+    said = {name: _flat(command.help.partition("\n\n")[0]) for name, command in group.commands.items()}
+    assert said == {name: command.help for name, command in announced.items()}
 
 
 @pytest.mark.parametrize("text", ["[serve]", "[X]", "a\\[b]", "[/bold]", "[...]", "list[str]", "[[a] b]"])

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LIBRARIES = ("pyarrow", "duckdb", "numpy", "orjson", "sqlalchemy", "torch", "transformers")
 
 
@@ -17,6 +19,29 @@ def test_the_command_line_imports_no_library_of_its_work() -> None:
     program = f"import sys, rollbook.cli.app; print(sorted(set({LIBRARIES}) & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+IMPORTED = """
+import sys
+from rollbook.__main__ import main
+try:
+    main()
+except SystemExit:
+    ours = {name.removeprefix("rollbook.cli.") for name in sys.modules if name.startswith("rollbook.cli.")}
+    print("\\nIMPORTED", *sorted(ours - set("app errors groups options terminal".split())))
+    print("PYDANTIC", "pydantic" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "imported"),
+    [("", ""), ("sql", "sql"), ("replay", "replay replay.group"), ("keys", "keys"), ("stoer", "")],
+)
+def test_help_imports_no_other_command(words: str, imported: str) -> None:
+    """Nor pydantic, with which typer reads the values of options."""
+    command = [sys.executable, "-c", IMPORTED, *words.split(), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-2:] == [f"IMPORTED {imported}".rstrip(), "PYDANTIC False"]
 
 
 RECIPE = """

@@ -1,49 +1,113 @@
 """The one command, `rollbook`: its commands, in the order of its help.
 
-A command's module holds its options and what it does, and imports what it needs when it runs.
+A command's module holds its options and what it does. It is imported when the command is called, and imports
+what the command needs when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from rollbook import __version__
-from rollbook.cli.bench import bench, demo
 from rollbook.cli.errors import EPILOG, run
-from rollbook.cli.export import export_app
-from rollbook.cli.importing import import_
-from rollbook.cli.keys import keys_app
-from rollbook.cli.lineage.command import lineage_app
-from rollbook.cli.online.rollout import rollout
-from rollbook.cli.online.run import run_online
-from rollbook.cli.options import LiteralGroup
-from rollbook.cli.replay.bisect import replay_bisect
-from rollbook.cli.replay.bundle import export_app as replay_export_app
-from rollbook.cli.replay.bundle import open_bundle
-from rollbook.cli.replay.rollout import rollout as replay_rollout
-from rollbook.cli.replay.serve import replay_serve
-from rollbook.cli.replay.step import replay_step
-from rollbook.cli.replay.stretch import replay_run, replay_weights
-from rollbook.cli.replay.what_if import what_if
-from rollbook.cli.samples import recipe_diff, samples
-from rollbook.cli.serve import ServeCommand, serve
-from rollbook.cli.service import service_app
-from rollbook.cli.show.command import show
-from rollbook.cli.show.ledger import ledger
-from rollbook.cli.sql import sql
-from rollbook.cli.store.store import store_app
-from rollbook.cli.tail import tail
-from rollbook.cli.train.doctor import doctor, preflight
-from rollbook.cli.train.plot import plot
-from rollbook.cli.train.score import score
-from rollbook.cli.train.train import train
-from rollbook.cli.view import view_app
+from rollbook.cli.groups import Announced, group_of
+
+COMMANDS = {
+    "serve": Announced(
+        "serve:serve",
+        "Record agents: OpenAI's and Anthropic's APIs, and all that passes becomes durable events.",
+    ),
+    "sql": Announced(
+        "sql:sql",
+        "Query the live log with SQL (DuckDB). A query reads the store, and nothing else of this machine.",
+    ),
+    "tail": Announced(
+        "tail:tail",
+        "Watch agents: a line per turn as it becomes durable, and per outcome, reward and new version.",
+    ),
+    "show": Announced(
+        "show.command:show",
+        "Look at one trajectory: its outcome, and its turns as a tree, each with messages, reply and tokens.",
+    ),
+    "samples": Announced(
+        "samples:samples",
+        "Print training samples: tokens, loss mask, logprobs, policy versions of each path.",
+    ),
+    "ledger": Announced(
+        "show.ledger:ledger",
+        "Where every sampled token went, and whether what was dropped is like what was trained.",
+    ),
+    "train": Announced(
+        "train.train:train",
+        "Train from the log. Every step is planned and committed as events, so it can be replayed.",
+    ),
+    "preflight": Announced(
+        "train.doctor:preflight",
+        "Check a CONFIG before a training: model, memory, batch, normalization, KL, staleness, data, "
+        "rewards.",
+    ),
+    "doctor": Announced(
+        "train.doctor:doctor",
+        "Name the failures of which a policy's newest training has signs: what was seen, and what acts on "
+        "it.",
+    ),
+    "import": Announced(
+        "importing:import_",
+        "Add chats, and with --model prompts with completions and preferences, as trajectories with tokens.",
+    ),
+    "run": Announced(
+        "online.run:run_online",
+        "Train online with one command: engines, proxy, trainer and rollouts.",
+    ),
+    "plot": Announced(
+        "train.plot:plot",
+        "Draw the course of trainings from the log, several runs side by side: reward, held-out reward, "
+        "loss, KL, entropy, lengths, staleness, speed.",
+    ),
+    "rollout": Announced(
+        "online.rollout:rollout",
+        "Run agents on tasks: started, watched and scored, each a trajectory of the proxy's log.",
+    ),
+    "score": Announced(
+        "train.score:score",
+        "Reward finished trajectories by a model: each that has no reward of the source gets one, as an "
+        "event.",
+    ),
+    "bench": Announced(
+        "bench:bench",
+        "Measure this machine: how fast its disk takes events, or how far its processor's numbers lie apart.",
+    ),
+    "demo": Announced(
+        "bench:demo",
+        "See all of it in a few minutes: record, query, train offline and online, replay.",
+    ),
+    "replay": Announced("replay.group:replay_app", "Re-run what the log says happened, and compare."),
+    "recipe": Announced("samples:recipe_app", "What recipes make of a log."),
+    "store": Announced("store.store:store_app", "Look at a store's files, and look after them."),
+    "keys": Announced(
+        "keys:keys_app",
+        "Keys that open a proxy, each for what its role is for: operator, writer, judge or reader.",
+    ),
+    "export": Announced(
+        "export:export_app",
+        "Write what the store holds to files for others: trajectories, a model, or its adapter.",
+    ),
+    "lineage": Announced(
+        "lineage.command:lineage_app",
+        "Where a token, sample, step, policy version or trajectory comes from, and all that it led to. See "
+        "docs/lineage.md.",
+    ),
+    "view": Announced("view:view_app", "Look at a log in a browser, or write a page of it to a file."),
+    "service": Announced(
+        "service:service_app",
+        "Serve training to clients of the Tinker API: they own data, losses and the loop.",
+    ),
+}
 
 app = typer.Typer(
-    cls=LiteralGroup,
+    cls=group_of(COMMANDS),
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -51,41 +115,6 @@ app = typer.Typer(
     "replay any step bit for bit.",
     epilog=EPILOG,
 )
-replay_app = typer.Typer(no_args_is_help=True, help="Re-run what the log says happened, and compare.")
-app.add_typer(replay_app, name="replay")
-replay_app.add_typer(replay_export_app, name="export")
-recipe_app = typer.Typer(no_args_is_help=True, help="What recipes make of a log.")
-app.add_typer(recipe_app, name="recipe")
-app.add_typer(store_app, name="store")
-app.add_typer(keys_app, name="keys")
-app.add_typer(export_app, name="export")
-app.add_typer(lineage_app, name="lineage")
-
-app.command(cls=ServeCommand)(serve)
-app.add_typer(view_app, name="view")
-command: Callable[..., None]
-for command in (sql, tail, show, samples, ledger, train, preflight, doctor):
-    app.command()(command)
-app.command("import")(import_)
-app.command("run")(run_online)
-for command in (plot, rollout, score):
-    app.command()(command)
-app.add_typer(service_app, name="service")
-for command in (bench, demo):
-    app.command()(command)
-recipe_app.command("diff")(recipe_diff)
-replay_commands: dict[str, Callable[..., None]] = {
-    "open": open_bundle,
-    "serve": replay_serve,
-    "step": replay_step,
-    "rollout": replay_rollout,
-    "run": replay_run,
-    "weights": replay_weights,
-    "bisect": replay_bisect,
-    "what-if": what_if,
-}
-for name, command in replay_commands.items():
-    replay_app.command(name)(command)
 
 
 def _version(wanted: bool) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rollbook.cli.options import AsJson, AsOf, Policy, Ray, RayStore, StoreOption, group_with, ray_workers
+from rollbook.cli.groups import group_with
+from rollbook.cli.options import AsJson, AsOf, Policy, Ray, RayStore, StoreOption, ray_workers
 from rollbook.cli.terminal import print_json, say
 
 if TYPE_CHECKING:

@@ -1,17 +1,11 @@
-"""Options that several commands share.
-
-Help is printed as it is written: the library that draws it would read `[serve]` as the name of a
-colour.
-"""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from rollbook.store.workers import Workers
@@ -85,56 +79,3 @@ def ray_workers(count: int, there: Path | None) -> Workers:
     if there is not None and not count:
         raise typer.BadParameter("says where workers find the store: add --ray N", param_hint="--ray-store")
     return Workers(count, there)
-
-
-_MARKUP = re.compile(r"\\*\[[a-z#/@][^\[]*?\]")
-"""What the library would read as markup, with the backslashes before it, of which two would say one."""
-
-
-def literal(text: str) -> str:
-    """The text, escaped so that the library that draws help prints it as it is."""
-    return _MARKUP.sub(lambda match: match[0].replace("\\", "\\\\").replace("[", "\\["), text)
-
-
-def make_literal(command: Any) -> None:
-    """Make every text of a command's help literal, and of the commands below it."""
-    command.help = literal(command.help or "")
-    command.epilog = literal(command.epilog or "")
-    for parameter in command.params:
-        parameter.help = literal(getattr(parameter, "help", None) or "")
-    for below in getattr(command, "commands", {}).values():
-        make_literal(below)
-
-
-def group_with(default: str, *, words: bool = False) -> type[TyperGroup]:
-    """A group of commands that means one of them where options alone are given, or nothing.
-
-    Args:
-        words: also where the first word is no command: it is that one's argument.
-    """
-
-    class WithDefault(TyperGroup):
-        """Such a group."""
-
-        def named(self, args: list[str]) -> list[str]:
-            """The arguments, with the command's name before them."""
-            if not args:
-                return args if self.no_args_is_help else [default]
-            options = args[0].startswith("-") and args[0] != "--help"
-            unknown = words and not args[0].startswith("-") and args[0] not in self.commands
-            return [default, *args] if options or unknown else args
-
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            """As any group of commands, of the arguments with the command's name."""
-            parsed: list[str] = super().parse_args(ctx, self.named(args))
-            return parsed
-
-    return WithDefault
-
-
-class LiteralGroup(TyperGroup):
-    """The command that all others stand below: it makes the help of all of them literal, once."""
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**values)
-        make_literal(self)

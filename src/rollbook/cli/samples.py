@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rollbook.train.select.sample_ref import SampleRef
     from rollbook.train.select.samples import Sample
 
+recipe_app = typer.Typer(no_args_is_help=True, help="What recipes make of a log.")
+
 
 def samples(
     store: StoreOption,
@@ -95,6 +97,7 @@ def _rows(trajectories: list[Trajectory]) -> list[tuple[str, ...]]:
     return [_row(sample) for sample in all_samples(trajectories)]
 
 
+@recipe_app.command("diff")
 def recipe_diff(
     a: Annotated[Path, typer.Argument(help="A recipe file, or a CONFIG.")],
     b: Annotated[Path, typer.Argument(help="The other one.")],

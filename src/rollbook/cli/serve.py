@@ -1,6 +1,6 @@
 """`rollbook serve`: a file of settings, an option for each of its keys, and what is printed once it listens.
 
-The options are made from `ServeSettings` when the command is asked for: other commands need no pydantic.
+The options are made from `ServeSettings`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
-from typer.core import TyperCommand
-from typer.main import get_command
 
-from rollbook.cli.options import STORE_VARIABLE, make_literal
+from rollbook.cli.options import STORE_VARIABLE
 from rollbook.cli.terminal import Console, LogFormatter, say
+from rollbook.ingest.settings import ServeSettings, as_toml, load_settings
 
 if TYPE_CHECKING:
     from rollbook.ingest.serve.serve import Started
-    from rollbook.ingest.settings import ServeSettings
 
 GIVEN = ("COMMANDLINE", "ENVIRONMENT")
 """Where an option's value comes from if it overrules the file."""
@@ -39,89 +37,8 @@ SECRET_OPTIONS: Mapping[str, tuple[type, str, str]] = {
 """Option -> its type, variable and help. They are no keys of the file."""
 
 
-class ServeCommand(TyperCommand):
-    """`rollbook serve`; its options are made on first use, so that --help of other commands stays quick."""
-
-    _made: Any = None
-
-    def _inner(self) -> Any:
-        if self._made is None:
-            app = typer.Typer(add_completion=False)
-            app.command()(_with_options(_serve))
-            self._made = get_command(app)
-            make_literal(self._made)
-        return self._made
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """The options, and --help."""
-        self.params = self._inner().params
-        return super().get_params(ctx)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Serve."""
-        return ctx.invoke(self._inner().callback, **ctx.params)
-
-
-def serve() -> None:
-    """Record agents: OpenAI's and Anthropic's APIs, and all that passes becomes durable events.
-
-    An agent changes one line: base_url="http://127.0.0.1:8000/t/ANY-ID/v1" (Anthropic: without /v1).
-    Options overrule CONFIG; its keys are in docs/serving.md.
-    """
-
-
-def _serve(ctx: typer.Context, config: Path | None, show_config: bool, **values: Any) -> None:
-    from rollbook.ingest.settings import load_settings
-
-    given = {
-        name: _as_setting(name, value)
-        for name, value in values.items()
-        if name not in SECRET_OPTIONS and _is_given(ctx, name)
-    }
-    settings = load_settings(config, given)
-    if show_config:
-        from rollbook.ingest.settings import as_toml
-
-        say(as_toml(settings))
-        return
-    from rollbook.ingest.secrets import secrets_of
-    from rollbook.ingest.serve.serve import serve as run_server
-    from rollbook.store.errors import FencedError
-
-    secrets = secrets_of(
-        settings,
-        os.environ,
-        socket.gethostname(),
-        engine_key=values["engine_key"],
-        engine_admin_key=values["engine_admin_key"],
-        api_keys=values["api_key"] or (),
-    )
-    try:
-        run_server(settings, secrets, announce)
-    except FencedError as error:
-        # As another process, of the same number: nothing of what this one held is left in it.
-        logging.getLogger(__name__).warning("%s; this proxy begins again", error)
-        os.execv(sys.executable, sys.orig_argv)
-
-
-def _is_given(ctx: typer.Context, name: str) -> bool:
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name in GIVEN
-
-
-def _as_setting(name: str, value: Any) -> Any:
-    """An option's value in the form of the settings file."""
-    if name == "engine_ask":
-        from rollbook.ingest.fields import json_object
-
-        return json_object(value.encode())
-    return value
-
-
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command, with a parameter for each setting and secret."""
-    from rollbook.ingest.settings import ServeSettings
-
     parameters = [
         _parameter("ctx", typer.Context),
         _parameter(
@@ -169,6 +86,56 @@ def _kind(annotation: Any) -> Any:
 
 def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+@_with_options
+def serve(ctx: typer.Context, config: Path | None, show_config: bool, **values: Any) -> None:
+    """Record agents: OpenAI's and Anthropic's APIs, and all that passes becomes durable events.
+
+    An agent changes one line: base_url="http://127.0.0.1:8000/t/ANY-ID/v1" (Anthropic: without /v1).
+    Options overrule CONFIG; its keys are in docs/serving.md.
+    """
+    given = {
+        name: _as_setting(name, value)
+        for name, value in values.items()
+        if name not in SECRET_OPTIONS and _is_given(ctx, name)
+    }
+    settings = load_settings(config, given)
+    if show_config:
+        say(as_toml(settings))
+        return
+    from rollbook.ingest.secrets import secrets_of
+    from rollbook.ingest.serve.serve import serve as run_server
+    from rollbook.store.errors import FencedError
+
+    secrets = secrets_of(
+        settings,
+        os.environ,
+        socket.gethostname(),
+        engine_key=values["engine_key"],
+        engine_admin_key=values["engine_admin_key"],
+        api_keys=values["api_key"] or (),
+    )
+    try:
+        run_server(settings, secrets, announce)
+    except FencedError as error:
+        # As another process, of the same number: nothing of what this one held is left in it.
+        logging.getLogger(__name__).warning("%s; this proxy begins again", error)
+        os.execv(sys.executable, sys.orig_argv)
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name in GIVEN
+
+
+def _as_setting(name: str, value: Any) -> Any:
+    """An option's value in the form of the settings file."""
+    if name == "engine_ask":
+        from rollbook.ingest.fields import json_object
+
+        return json_object(value.encode())
+    return value
 
 
 def announce(started: Started) -> None:

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from rollbook.cli.options import AsJson, StoreOption, group_with
+from rollbook.cli.groups import group_with
+from rollbook.cli.options import AsJson, StoreOption
 from rollbook.cli.terminal import Console, draw_table, print_json, say
 
 service_app = typer.Typer(

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from rollbook.cli.options import Policy, Run, StoreOption, group_with
+from rollbook.cli.groups import group_with
+from rollbook.cli.options import Policy, Run, StoreOption
 from rollbook.cli.terminal import say
 
 view_app = typer.Typer(
