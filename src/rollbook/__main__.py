@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import threading
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
-
-WITHOUT_ARROW = ("keys",)
-"""Commands that read and write no log."""
 
 
 def main() -> None:
@@ -17,55 +15,58 @@ def main() -> None:
     # An exception may be lost in an import, which ignores those of its callbacks.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    name = "".join(sys.argv[1:2])
-    if name and not name.startswith("-") and name not in WITHOUT_ARROW:
-        _leave_pandas_out()
+    sys.meta_path.insert(0, _LatePandas())
     from rollbook.cli.app import main as run
 
     run()
 
 
-def _leave_pandas_out() -> None:
-    """Keep pyarrow from importing pandas with its first value, which takes a third of a second."""
-    import pyarrow as pa
-
-    finder = _LatePandas()
-    sys.meta_path.insert(0, finder)
-    pa.scalar(0)
-    finder.hides = False
-
-
 class _LatePandas:
-    """A finder, as the import system asks for one, that hides pandas from pyarrow.
+    """A finder, as the import system asks for one, by which pyarrow is imported without pandas.
 
-    Code of a user's own may import it later, and pyarrow is told then.
+    It would import pandas with its first value, which takes a third of a second. Code of a user's own may
+    import pandas later, and pyarrow is told then.
     """
 
-    hides = True
+    def __init__(self) -> None:
+        self._hidden_from: int | None = None  # a thread
 
     def find_spec(self, fullname: str, path: Any, _target: object = None) -> ModuleSpec | None:
-        """Where pandas is; nothing of other modules.
+        """Where pyarrow and pandas are, and what is to be done once they are there; nothing of other modules.
 
         Raises:
-            ImportError: it is hidden.
+            ImportError: pandas is hidden.
         """
-        if fullname != "pandas":
+        then = {"pyarrow": self._make_first_value, "pandas": _tell_of_pandas}.get(fullname)
+        if then is None:
             return None
-        if self.hides:
+        if fullname == "pandas" and self._hidden_from == threading.get_ident():
             raise ImportError(fullname)
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_tell(module: Any) -> None:
-                import pyarrow as pa
-
+            def execute_and_then(module: Any) -> None:
                 execute(module)
-                with contextlib.suppress(ImportError):  # too old for pyarrow
-                    pa.nulls(0).to_pandas()
+                then()
 
-            spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_then  # type: ignore[method-assign]
         return spec
+
+    def _make_first_value(self) -> None:
+        import pyarrow as pa
+
+        self._hidden_from = threading.get_ident()
+        pa.scalar(0)
+        self._hidden_from = None
+
+
+def _tell_of_pandas() -> None:
+    pa = sys.modules.get("pyarrow")
+    if pa is None:
+        return
+    with contextlib.suppress(ImportError):  # too old for pyarrow
+        pa.nulls(0).to_pandas()
 
 
 if __name__ == "__main__":
