@@ -1,6 +1,6 @@
 """Configurations: TOML that people write, read strictly into typed tables.
 
-`Table` is the base of all of them; the docstring under a key describes that key. Validation
+`Table` is the base of all of them; the docstring under a key describes that key (`described`). Validation
 errors name each key in full, as the file spells it: pydantic's own locations also contain parts
 that no user wrote (the branch of a union, a validator).
 
@@ -13,9 +13,13 @@ can run by itself on another machine.
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import itertools
 import json
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -337,9 +341,24 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 class Table(BaseModel):
     """Unknown and ill-typed keys are errors, numbers must be finite, and values are immutable."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def described(table: type[Table]) -> dict[str, str]:
+    """Key -> its docstring, where it has no other description.
+
+    It is read from the source, here: pydantic would read those of every table that is imported, which takes a
+    tenth of a second.
+    """
+    texts = {}
+    for cls in reversed(table.__mro__):
+        if issubclass(cls, Table):
+            body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+            for key, text in itertools.pairwise(body):
+                if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    texts[ast.unparse(key.target)] = inspect.cleandoc(ast.literal_eval(text.value))
+    own = {key: field.description or texts.get(key) for key, field in table.model_fields.items()}
+    return {key: text for key, text in own.items() if text}
 
 
 def toml_text(values: Json) -> str:

@@ -6,26 +6,25 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel
-
+from rollbook.store.config import Table, described
 from rollbook.store.events import Json
 from rollbook.train.config.config import TABLES
 
 HEAD = "| key | type | default | meaning |\n|---|---|---|---|"
 
 
-def rows(model: type[BaseModel], tables: Collection[str] = TABLES) -> Iterator[str]:
+def rows(model: type[Table], tables: Collection[str] = TABLES) -> Iterator[str]:
     """A row for each key that is no table."""
-    schema = model.model_json_schema()
-    for key, described in schema["properties"].items():
+    schema, texts = model.model_json_schema(), described(model)
+    for key, form in schema["properties"].items():
         if key in tables:
             continue  # a table of its own
         needed = key in schema.get("required", ())
-        default = "required" if needed else _value(described.get("default"))
-        yield f"| `{key}` | {_type(described)} | {default} | {cell(described['description'])} |"
+        default = "required" if needed else _value(form.get("default"))
+        yield f"| `{key}` | {_type(form)} | {default} | {cell(texts[key])} |"
 
 
-def page(introduction: str, tables: Mapping[str, type[BaseModel]], apart: Collection[str] = ()) -> str:
+def page(introduction: str, tables: Mapping[str, type[Table]], apart: Collection[str] = ()) -> str:
     """A page of keys as Markdown: the tables one after the other.
 
     Args:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from rollbook import store
 from rollbook.cli.app import app
 from rollbook.store import Event
+from rollbook.store.config import described
 from rollbook.store.events import LabelAdded
 from rollbook.train.config.config import TABLES, TrainConfig, parse_config
 from rollbook.train.config.files import as_toml, load_config
@@ -37,10 +38,11 @@ def test_the_page_is_the_rendered_one(root: Path, rendered: str) -> None:
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_every_key_is_there_with_its_meaning(model: type[Any], rendered: str) -> None:
     """Of every table; what a key means is said beside it, in the code too."""
-    for name, field in model.model_fields.items():
-        assert field.description, f"{model.__name__}.{name} says nothing of itself"
+    texts = described(model)
+    assert list(texts) == list(model.model_fields)
+    for name, text in texts.items():
         if name not in TABLES:
-            meaning = " ".join(field.description.split())
+            meaning = " ".join(text.split())
             assert any(line.startswith(f"| `{name}` |") and meaning in line for line in rendered.splitlines())
 
 

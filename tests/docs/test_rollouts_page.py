@@ -10,6 +10,7 @@ from rollbook.rollouts.config import load_rollouts
 from rollbook.rollouts.launchers.agent_environment import Address, variables
 from rollbook.rollouts.outcome import Status
 from rollbook.rollouts.tasks import Task
+from rollbook.store.config import described
 
 
 def test_the_page_of_keys_is_the_rendered_one(root: Path) -> None:
@@ -17,7 +18,7 @@ def test_the_page_of_keys_is_the_rendered_one(root: Path) -> None:
     page = (root / "docs" / "rollout-configuration.md").read_text()
     assert page == render(), "it is old: python docs/render/page_rollouts.py > docs/rollout-configuration.md"
     for model in TABLES.values():
-        assert all(field.description for field in model.model_fields.values())
+        assert list(described(model)) == list(model.model_fields)
 
 
 def test_the_example_is_a_configuration(root: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from page_run import TABLES, render
 
 from rollbook.online.config import load_whole
 from rollbook.online.parts import specs_of
+from rollbook.store.config import described
 
 
 def test_the_page_of_keys_is_the_rendered_one(root: Path) -> None:
@@ -16,7 +17,7 @@ def test_the_page_of_keys_is_the_rendered_one(root: Path) -> None:
     page = (root / "docs" / "run-configuration.md").read_text()
     assert page == render(), "it is old: python docs/render/page_run.py > docs/run-configuration.md"
     for model in TABLES.values():
-        assert all(field.description for field in model.model_fields.values())
+        assert list(described(model)) == list(model.model_fields)
 
 
 def test_the_example_is_a_configuration(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from rollbook.cli.app import app
 from rollbook.ingest.settings import ServeSettings, load_settings
+from rollbook.store.config import described
 
 
 def test_the_page_is_the_rendered_one(root: Path) -> None:
@@ -25,12 +26,11 @@ def test_every_key_is_there_and_is_an_option() -> None:
     page, command = render(), get_command(app).commands["serve"]  # type: ignore[attr-defined]
     context = command.make_context("serve", [], resilient_parsing=True)
     helps = {option: p.help for p in command.get_params(context) if hasattr(p, "help") for option in p.opts}
-    for name, field in ServeSettings.model_fields.items():
-        assert field.description, f"{name} says nothing of itself"
-        assert any(
-            line.startswith(f"| `{name}` |") and field.description in line for line in page.splitlines()
-        )
-        assert helps[f"--{name.replace('_', '-')}"] == field.description
+    texts = described(ServeSettings)
+    assert list(texts) == list(ServeSettings.model_fields)
+    for name, text in texts.items():
+        assert any(line.startswith(f"| `{name}` |") and text in line for line in page.splitlines())
+        assert helps[f"--{name.replace('_', '-')}"] == text
 
 
 def test_the_example_of_the_page_is_a_file_of_settings(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import typer
 from rollbook.cli.options import STORE_VARIABLE
 from rollbook.cli.terminal import Console, LogFormatter, say
 from rollbook.ingest.settings import ServeSettings, as_toml, load_settings
+from rollbook.store.config import described
 
 if TYPE_CHECKING:
     from rollbook.ingest.serve.serve import Started
@@ -46,7 +47,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
             Annotated[Path | None, typer.Argument(help="TOML file of settings.", show_default=False)],
             None,
         ),
-        *(_option(ServeSettings, name) for name in ServeSettings.model_fields),
+        *(_option(name, text) for name, text in described(ServeSettings).items()),
         *(
             _parameter(name, Annotated[kind | None, typer.Option(envvar=variable, help=text)], None)
             for name, (kind, variable, text) in SECRET_OPTIONS.items()
@@ -62,14 +63,14 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _option(settings: type[ServeSettings], name: str) -> inspect.Parameter:
+def _option(name: str, text: str) -> inspect.Parameter:
     """The option of a key. Its default is only shown, because a settings file may set another value."""
-    field = settings.model_fields[name]
+    field = ServeSettings.model_fields[name]
     variable = STORE_VARIABLE if name == "store" else None
     kind, default = _kind(field.annotation), field.get_default()
     if field.is_required() or default == ():
         kind, default = kind | None, None
-    option = typer.Option(envvar=variable, help=field.description)
+    option = typer.Option(envvar=variable, help=text)
     return _parameter(name, Annotated[kind, option], default)
 
 
