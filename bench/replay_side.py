@@ -22,8 +22,8 @@ import orjson
 from rollbook import store
 from rollbook.bench.processes import BenchError
 from rollbook.replay.attempts import drops_of
+from rollbook.replay.claims.activations import activations
 from rollbook.replay.claims.selection import Selections, openings
-from rollbook.replay.claims.sent import activations
 from rollbook.replay.step import run_log
 from rollbook.replay.step import step as steps
 from rollbook.replay.step.partial import Part

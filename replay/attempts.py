@@ -15,8 +15,8 @@ from rollbook.store.fold.history import all_samples
 from rollbook.store.sql.columns import json, text
 from rollbook.store.sql.query import connect_at
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.environment import source_digests
 from rollbook.train.select.recipe import Drop
+from rollbook.train.source_files import source_digests
 
 GIVEN = {"not_finite": "NotFiniteError", "all_rejected": "AllRejectedError"}
 """Rules by which a step that was skipped drops its samples, and the error that it failed with."""

@@ -10,8 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-import torch
-
 from rollbook.store.events import Json
 
 
@@ -44,6 +42,8 @@ class Clock:
         return dict(self.seconds)
 
     def _count(self) -> None:
+        import torch
+
         if torch.cuda.is_initialized():  # what was asked of a GPU belongs to the part that asked
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -117,6 +117,8 @@ def is_spent(metric: str) -> bool:
 
 def _peak_gib() -> float:
     """The peak memory so far of the GPU, where there is one, or of this process."""
+    import torch
+
     if torch.cuda.is_initialized():
         return float(torch.cuda.max_memory_allocated()) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

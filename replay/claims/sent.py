@@ -7,7 +7,7 @@ weights nor the verification of its sync has to be believed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,11 +15,10 @@ import orjson
 import torch
 
 from rollbook.engines.weights.compare import expected_ranks_digest
+from rollbook.replay.claims.activations import Activated
 from rollbook.replay.verdict import Place, StageReplay, Verdict
-from rollbook.store import Store
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import FormatError
-from rollbook.store.events import Event, PolicyActivated
 
 Comparison = Literal["equal", "differs", "not recorded"]
 
@@ -51,27 +50,6 @@ class Sent:
         if self.found_checksums is None:
             return "not recorded"
         return "equal" if self.found_checksums == self.recorded_checksums else "differs"
-
-
-Activated = tuple[Event, PolicyActivated]
-
-
-def activations(log: Store, run: str, policy: str) -> Mapping[int, Sequence[Activated]]:
-    """The events that say that an engine serves a version of a policy, by version; their ids sort by time,
-    across lanes too.
-
-    Raises:
-        CorruptionError: the log is damaged.
-    """
-    by_version: dict[int, list[Activated]] = {}
-    for event in log.events_of([PolicyActivated.KIND]):
-        record = event.record
-        if event.run == run and isinstance(record, PolicyActivated) and record.policy == policy:
-            by_version.setdefault(record.policy_version, []).append((event, record))
-    return {
-        version: sorted(activated, key=lambda pair: pair[0].event_id)
-        for version, activated in by_version.items()
-    }
 
 
 def sent_differences(

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from rollbook.replay.claims.training import Trainings
 from rollbook.replay.step.tolerances import Arrays, Tolerance, compare_stage, tolerance_of, ulps
@@ -24,8 +23,8 @@ from rollbook.store.fold.history import CommittedStep, History
 from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.batches.batch import Batch
 from rollbook.train.clock import is_spent
-from rollbook.train.environment import source_digests
 from rollbook.train.select.samples import Sample
+from rollbook.train.source_files import source_digests
 from rollbook.train.step.evidence import (
     BESIDE,
     Evidence,
@@ -35,7 +34,10 @@ from rollbook.train.step.evidence import (
     recorded_hashes,
     tensor_hashes,
 )
-from rollbook.train.step.step import STAGES
+from rollbook.train.step.stages import STAGES
+
+if TYPE_CHECKING:
+    import torch
 
 ORDER: Sequence[str] = (
     "training",
@@ -47,7 +49,7 @@ ORDER: Sequence[str] = (
 """All stages of a replay, in the order in which they depend on each other."""
 ONLY_DIGESTS = "bits are not promised; only a digest was recorded"
 """Why a stage is not proven whose bits are others elsewhere, and of which there are no numbers."""
-TensorsOf = Callable[[str, str], torch.Tensor | None]
+TensorsOf = Callable[[str, str], "torch.Tensor | None"]
 """(stage, name) -> a tensor of the stage; None where it is not there."""
 
 
@@ -328,7 +330,7 @@ def _element_place(stage: str, names: Sequence[str], sides: DiffContext) -> Plac
 def _wide(tensor: torch.Tensor) -> npt.NDArray[np.floating]:
     """A tensor as an array; narrow types as the float32 that has their values."""
     wide = tensor.detach().cpu()
-    wide = wide.float() if wide.dtype in (torch.bfloat16, torch.float16) else wide
+    wide = wide.float() if wide.is_floating_point() and wide.element_size() == 2 else wide
     array: npt.NDArray[np.floating] = wide.contiguous().numpy()
     return array
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
-import torch
 
-from rollbook.engines.weights.digests import digest_tensors
 from rollbook.replay.step.compare import (
     ONLY_DIGESTS,
     ORDER,
@@ -33,19 +30,17 @@ from rollbook.replay.step.compare import evidence as of_parts
 from rollbook.replay.step.tolerances import compare_stage
 from rollbook.replay.verdict import Place, StageReplay, Verdict
 from rollbook.store import Store
+from rollbook.store.digest import digest_arrays
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History
-from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.algorithms.rollouts import Singles
-from rollbook.train.batches.batch import Batch, MicroBatch, build_batch, in_sample_order, micro_batches_of
+from rollbook.train.batches.batch import Batch, build_batch, in_sample_order, micro_batches_of
 from rollbook.train.batches.experience import Bools, Scores
 from rollbook.train.batches.manifest_batch import begins, experience_at, samples_at_cut
-from rollbook.train.ranks.policy import Policy
 from rollbook.train.select.samples import Sample
 from rollbook.train.step.evidence import of_batch, of_tokens
-from rollbook.train.step.step import PolicyLoss, loss_inputs
 
 FORWARD = ("logprobs", "losses")
 """The stages of a forward pass."""
@@ -202,12 +197,11 @@ def part_stages(
     replayed: Json = dict(batch.digests())
     if not set(FORWARD).isdisjoint(part.stages):
         values, losses = source.passes(batch, part)
-        digests = {"logprobs": values, "losses": losses}
+        arrays = {"logprobs": values, "losses": losses}
         if part.samples is None:
             replayed |= {
-                s: digest_tensors({str(i): t for i, t in enumerate(parts)}) for s, parts in digests.items()
+                s: digest_arrays({str(i): a for i, a in enumerate(parts)}) for s, parts in arrays.items()
             }
-        arrays = {s: [t.cpu().numpy() for t in parts] for s, parts in digests.items()}
         whole = {
             s: in_sample_order(batch.micro_batches, plan.partition, parts) for s, parts in arrays.items()
         }
@@ -283,82 +277,5 @@ class NumbersSource(Protocol):
     batch: Batch
     values: Mapping[str, Singles]
 
-    def passes(self, batch: Batch, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def passes(self, batch: Batch, part: Part) -> tuple[list[Singles], list[Singles]]:
         """(logprobs, losses) of each micro-batch, each [B, T - 1]; 0 of those that were not asked for."""
-
-
-@dataclass(slots=True, eq=False)
-class LogNumbers:
-    """Numbers from the log alone: models' outputs for tokens are as the step recorded them."""
-
-    plan: StepPlanned
-    batch: Batch
-    values: Mapping[str, Singles]
-
-    def passes(self, batch: Batch, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """As of the protocol above.
-
-        Raises:
-            ReplayError: the step recorded no logprobs, or its loss also needs what only a model gives.
-        """
-        plan, algorithm = self.plan, recorded_algorithm(self.plan.algorithm)
-        if (why := why_no_losses(plan, self.values)) is not None:
-            raise ReplayError(why)
-        totals = Totals(batch.trained_tokens, batch.trained_samples)
-        values, losses = list[torch.Tensor](), list[torch.Tensor]()
-        for micro, places in zip(batch.micro_batches, micro_batches_of(plan.partition), strict=True):
-            logprobs = torch.from_numpy(_placed(micro, places, batch, self.values["logprobs"]))
-            inputs = loss_inputs(logprobs, micro, None, totals)
-            with torch.no_grad():
-                losses.append(torch.where(inputs.mask, algorithm.loss(inputs), 0.0))
-            values.append(logprobs)
-        return values, losses
-
-
-def _placed(micro: MicroBatch, places: Sequence[int], batch: Batch, values: Singles) -> Singles:
-    """Values of trained tokens [P] at their places in a micro-batch, 0 elsewhere, [B, T - 1]."""
-    experience, placed = batch.experience, np.zeros(micro.tokens.shape, np.float32)
-    for row, i in enumerate(places):
-        placed[row, np.flatnonzero(experience.masks[i])] = experience.of(values, i)
-    return placed[:, 1:]
-
-
-@dataclass(slots=True, eq=False)
-class ModelNumbers:
-    """Numbers from the policy, in forward passes over the micro-batches that are asked for."""
-
-    plan: StepPlanned
-    batch: Batch
-    values: Mapping[str, Singles]
-    policy: Policy
-
-    def passes(self, batch: Batch, part: Part) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """As of the protocol above."""
-        plan = self.plan
-        totals = Totals(batch.trained_tokens, batch.trained_samples)
-        loss_of = PolicyLoss(recorded_algorithm(plan.algorithm), plan.policy_version, totals)
-        places = micro_batches_of(plan.partition)
-        wanted = [
-            i for i, members in enumerate(places) if part.samples is None or part.samples & set(members)
-        ]
-        shares, starts = [], np.cumsum([0, *batch.shares])
-        for start, end in pairwise(starts.tolist()):
-            shares.append(sum(start <= i < end for i in wanted))
-        outputs = self.policy.forward([batch.micro_batches[i] for i in wanted], TokenLosses(loss_of), shares)
-        values = [torch.zeros(micro.tokens[:, 1:].shape) for micro in batch.micro_batches]
-        losses = [torch.zeros(micro.tokens[:, 1:].shape) for micro in batch.micro_batches]
-        for i, (value, loss) in zip(wanted, outputs, strict=True):
-            values[i], losses[i] = value.cpu(), loss.cpu()
-        return values, losses
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLosses:
-    """What a forward pass keeps of a micro-batch's loss. It is sent to other ranks."""
-
-    loss_of: PolicyLoss
-
-    def __call__(self, outputs: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, losses), each [B, T - 1]."""
-        _, kept = self.loss_of(outputs, micro)
-        return kept.values, kept.losses

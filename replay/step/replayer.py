@@ -34,7 +34,8 @@ from rollbook.replay.step.compare import (
     with_missing,
 )
 from rollbook.replay.step.compare import STAGE as EVIDENCE
-from rollbook.replay.step.partial import ModelNumbers, Part, part_stages
+from rollbook.replay.step.partial import Part, part_stages
+from rollbook.replay.step.passes import ModelNumbers
 from rollbook.replay.step.run_log import RunLog
 from rollbook.replay.step.starts import Start
 from rollbook.replay.verdict import StageReplay, StepReplay, Verdict
@@ -60,7 +61,7 @@ from rollbook.train.resume.restore import RerunStep, has_trees, input_evidence, 
 from rollbook.train.select.recipe import ModelLimits
 from rollbook.train.step.critic import recorded_critic, restored_critic
 from rollbook.train.step.experiences import Experiences, References
-from rollbook.train.step.step import STAGES
+from rollbook.train.step.stages import STAGES
 
 UPDATE = ("optimizer", "weights", "critic_optimizer", "critic_weights")
 """Stages that need the optimizer's state."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from rollbook.replay.claims.activations import Activated, activations
 from rollbook.replay.claims.selection import Selections, openings
-from rollbook.replay.claims.sent import Activated, activations
 from rollbook.replay.claims.training import Trainings, trainings
 from rollbook.store import Store, parse_cut
 from rollbook.store.events import StepPlanned, StepVectors, TrajectoryErased

@@ -5,21 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from rollbook.replay.claim import judge_claim
-from rollbook.replay.claims.backed import STAGE as BACKED
-from rollbook.replay.claims.backed import backed
 from rollbook.replay.claims.training import STAGE as TRAINING
 from rollbook.replay.claims.training import training
 from rollbook.replay.step.compare import due_of
+from rollbook.replay.step.log_numbers import LogNumbers
 from rollbook.replay.step.manifest import checked
-from rollbook.replay.step.operations import replay_operations
-from rollbook.replay.step.partial import LogNumbers, Part, part_stages, recorded_batch
-from rollbook.replay.step.replayer import Replayer, promised
+from rollbook.replay.step.partial import Part, part_stages, recorded_batch
 from rollbook.replay.step.run_log import RunLog, recorded_vectors
-from rollbook.replay.step.starts import Start, find_start
 from rollbook.replay.verdict import StepReplay
 from rollbook.store import Store
 from rollbook.store.errors import ModelError, OutsideError, ReplayError
@@ -27,8 +22,10 @@ from rollbook.store.events import Json, RewardAssigned, StepCommitted
 from rollbook.store.fold.history import KINDS, CommittedStep, History, fold_history
 from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.model.shape import ModelShape, read_shape
-from rollbook.train.resume.promise import Promise
 from rollbook.train.select.recipe import UNLIMITED, ModelLimits
+
+if TYPE_CHECKING:
+    from rollbook.train.resume.promise import Promise
 
 
 def replay_step(
@@ -65,62 +62,25 @@ def replay_step(
     history = history_with(log, step, run, policy)
     target = history.steps[step]
     if target.planned.operations is not None and part is None:
+        from rollbook.replay.step.operations import replay_operations
+
         return replay_operations(log, history, target, say, ran)
     if trust_parts:  # what is promised names them
         for name in named_parts(target.planned.algorithm):
             load_part(name)
     if part is not None and not part.model:
         return _by_the_log(log, history, target, part)
-    of_run = RunLog(log, history)
-    start = find_start(of_run, target)
-    say(promised(log, history.run, target.planned, one_rank=one_rank))
-    with Replayer(of_run, start, trust_parts=trust_parts, one_rank=one_rank) as replayer:
-        replay = _run_to(replayer, start, target, part, ran)
-    if replay.differs_at_step in (None, step) and (part is None or BACKED in part.shown):
-        replay = _with_backing(log, replay, target)
-    return replace(replay, passed_over=start.passed_over, late=late_rewards(log, history, target))
+    from rollbook.replay.step.from_checkpoint import replay_from_checkpoint
 
-
-def _run_to(
-    replayer: Replayer,
-    start: Start,
-    target: CommittedStep,
-    part: Part | None,
-    ran: Callable[[int, int], None],
-) -> StepReplay:
-    """Run the steps from a start to the one that is wanted, or to the first that differs."""
-    step, reran = target.planned.step, list[int]()
-    ran(0, len(start.between) + 1)
-    for committed in (*start.between, target):
-        if committed is target and part is not None and part.passes_alone:
-            replay = replayer.run_part(committed, part)
-        else:
-            replay = replayer.run(committed, claims=committed is target)
-        reran.append(committed.planned.step)
-        ran(len(reran), len(start.between) + 1)
-        if not replay.equal:
-            break
-    if part is not None and replay.step == step:
-        wanted = {stage: replay.stages[stage] for stage in part.shown if stage in replay.stages}
-        replay = replace(replay, stages=wanted)
-    differs = None if replay.equal else replay.step
-    return replace(replay, step=step, reran=reran, differs_at_step=differs)
-
-
-def _with_backing(log: Store, replay: StepReplay, step: CommittedStep) -> StepReplay:
-    """A step's replay, with the stage that says whether its two versions are backed as published and
-    served."""
-    versions = (step.planned.policy_version, step.committed.policy_version)
-    if (stage := backed(log, replay.run, replay.policy, versions)) is None:
-        return replay
-    result = replace(replay, stages=replay.stages | {BACKED: stage})
-    return result if result.equal else replace(result, differs_at_step=result.step)
+    replay, passed_over = replay_from_checkpoint(
+        RunLog(log, history), target, say, ran, trust_parts=trust_parts, one_rank=one_rank, part=part
+    )
+    return replace(replay, passed_over=passed_over, late=late_rewards(log, history, target))
 
 
 def _by_the_log(log: Store, history: History, step: CommittedStep, part: Part) -> StepReplay:
     """A part of a step that needs no model."""
     plan = step.planned
-    torch.set_num_threads(int(plan.environment["threads"]))
     values = recorded_vectors(log, history, plan).get((plan.step, plan.attempt), {})
     batch = recorded_batch(log, history, plan, values)
     shape = _shape(log, history)

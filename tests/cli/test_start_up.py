@@ -61,3 +61,26 @@ def test_what_a_recipe_makes_of_a_log_needs_no_torch(root: Path, tmp_path: Path)
     result = subprocess.run([sys.executable, "-c", RECIPE, log, config], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout)["kept"]
+
+
+REPLAY = """
+import sys
+from rollbook.__main__ import main
+try:
+    main()
+finally:
+    print("\\nTORCH", "torch" in sys.modules, "megatron.core" in sys.modules)
+"""
+
+
+def test_what_is_replayed_by_the_log_alone_needs_no_torch(root: Path, tmp_path: Path) -> None:
+    """A step up to its advantages, each stage of which is compared."""
+    log = shutil.copytree(root / "tests" / "data" / "trained-1", tmp_path / "store")
+    words = ["replay", "step", "1", "--no-model", "--to", "advantages", "--json", "--store", str(log)]
+    result = subprocess.run([sys.executable, "-c", REPLAY, *words], capture_output=True, text=True)
+    told, _, imported = result.stdout.rpartition("\n\nTORCH ")
+    assert (result.returncode, result.stderr, imported) == (0, "", "False False\n")
+    stages = json.loads(told)["stages"]
+    assert {name: stages[name]["verdict"] for name in ("selection", "samples", "rewards", "advantages")} == (
+        dict.fromkeys(("selection", "samples", "rewards", "advantages"), "equal")
+    )

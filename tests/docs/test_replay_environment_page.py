@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollbook.replay.step.tolerances import NARROW, TOLERANCES, Tolerance, tolerance_of
-from rollbook.train.environment import PREFIXES, ROOMS, fingerprint
+from rollbook.train.environment import PREFIXES, fingerprint
+from rollbook.train.source_files import ROOMS
 
 NAMED = re.compile(r"`([^`]+)`")
 PARTS = {"largest": "of_largest", "own": "rtol", "rate": "of_rate"}

@@ -23,15 +23,9 @@ from rollbook import store as rb
 from rollbook.store import Store
 from rollbook.store.events import Json, RunOpened, StepPlanned
 from rollbook.train import environment as computing
-from rollbook.train import environment as source_digests
-from rollbook.train.environment import (
-    ROOMS,
-    differences,
-    file_digests,
-    fingerprint,
-    kept_variables,
-    unrecorded,
-)
+from rollbook.train import source_files
+from rollbook.train.environment import differences, fingerprint, kept_variables, unrecorded
+from rollbook.train.source_files import ROOMS, file_digests
 
 
 class Killed(BaseException):
@@ -43,9 +37,9 @@ DATA = Path(__file__).parents[1] / "data"
 
 ELSEWHERE = """
 import sys, orjson, torch
-from rollbook.replay.step import step
+from rollbook.replay.step import from_checkpoint, step
 from rollbook.train.environment import fingerprint
-from rollbook.train.environment import file_digests
+from rollbook.train.source_files import file_digests
 torch.set_num_threads(int(sys.argv[1]))
 torch.use_deterministic_algorithms(sys.argv[2] == "True")
 ran = [m for m in sys.modules if m.startswith(("rollbook.train.", "rollbook.ingest."))]
@@ -133,8 +127,8 @@ def test_megatron_as_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (first / "loss.py").write_text(text)
         spec = type("Spec", (), {"origin": str(first / "__init__.py")})
         with monkeypatch.context() as patch:
-            patch.setattr(source_digests.importlib.util, "find_spec", lambda name, spec=spec: spec)
-            digests.append(source_digests.source_digests.__wrapped__()["megatron-core"])
+            patch.setattr(source_files.importlib.util, "find_spec", lambda name, spec=spec: spec)
+            digests.append(source_files.source_digests.__wrapped__()["megatron-core"])
     assert digests[0] == digests[2] != digests[1]
 
 

@@ -34,7 +34,6 @@ from rollbook.train.algorithms.trial import try_out
 from rollbook.train.checkpoints.directory import checkpoint_name, remove_left_over
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.phase import FREE, family_in
-from rollbook.train.environment import file_digests
 from rollbook.train.loop.judge import Evaluation, Judge
 from rollbook.train.loop.trainer import StepOutcome, Trainer
 from rollbook.train.loop.watcher import TrainingStart, Watcher
@@ -46,6 +45,7 @@ from rollbook.train.resume.abandon import go_back
 from rollbook.train.select.recipe import Drop, ModelLimits
 from rollbook.train.select.samples import Sample
 from rollbook.train.select.why_unused import explain
+from rollbook.train.source_files import file_digests
 from rollbook.train.sources.held_out import HeldOutSamples, learns_from_samples
 from rollbook.train.sources.queue_source import QueueSource
 from rollbook.train.sources.selection import Selection, Source

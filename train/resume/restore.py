@@ -47,7 +47,8 @@ from rollbook.train.step.critic import restored_critic
 from rollbook.train.step.evidence import Evidence, of_tensors
 from rollbook.train.step.experiences import Experiences, References
 from rollbook.train.step.reference import ReferenceProcess
-from rollbook.train.step.step import STAGES, StepSettings, run_step
+from rollbook.train.step.stages import STAGES
+from rollbook.train.step.step import StepSettings, run_step
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,10 @@ from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, StepVectors
 from rollbook.train.algorithms.rollouts import Ints, Singles
 from rollbook.train.batches.batch import Batch
-from rollbook.train.ranks.kept_digests import Digest
 from rollbook.train.select.samples import Sample
+
+if TYPE_CHECKING:
+    from rollbook.train.ranks.kept_digests import Digest
 
 SAMPLE_BYTES = 3
 """Of the hash of a sample's part of a stage."""

@@ -24,7 +24,8 @@ from rollbook.bench.scripted.sglang import ScriptedSGLang
 from rollbook.engines.embedded.engine import EmbeddedEngine, control_routes
 from rollbook.engines.weights.compare import Expected
 from rollbook.engines.weights.digests import digest_stream, digest_tensors, stream_files
-from rollbook.replay.claims.sent import Sent, activations, sent_differences
+from rollbook.replay.claims.activations import activations
+from rollbook.replay.claims.sent import Sent, sent_differences
 from rollbook.store import Event, Store
 from rollbook.store.errors import FormatError
 from rollbook.store.events import CheckpointWritten, PolicyActivated

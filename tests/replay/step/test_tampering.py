@@ -18,7 +18,7 @@ from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import CorruptionError
 from rollbook.store.wal.frame import ALIGN, HEADER_FRAME, scan
-from rollbook.train.step.step import STAGES
+from rollbook.train.step.stages import STAGES
 
 Stores = Callable[..., Store]
 SFT_STEP, GRPO_STEP = 5, 10

@@ -22,7 +22,7 @@ from rollbook.replay.step.tolerances import (
     compare_stage,
     tolerance_of,
 )
-from rollbook.train.step.step import STAGES
+from rollbook.train.step.stages import STAGES
 
 ROUGH = Tolerance("for tests", rtol=0.1, atol=1.0)
 
