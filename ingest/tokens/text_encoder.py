@@ -73,11 +73,6 @@ class TextEncoder:
             encoder._quick = quick if all(np.array_equal(*pair) for pair in pairs) else None
         return encoder
 
-    @property
-    def is_quick(self) -> bool:
-        """Whether `fastokens` encodes."""
-        return self._quick is not None
-
     def encode(self, text: str, context_length: int = 0) -> Ids:
         """Ids of a text, int32.
 

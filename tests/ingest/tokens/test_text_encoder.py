@@ -35,7 +35,7 @@ def quick(qwen: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> TextEnco
 
 def test_a_real_tokenizer_is_quick(quick: TextEncoder) -> None:
     """It passes the trial, and no text of the traffic has shown otherwise."""
-    assert quick.is_quick
+    assert quick._quick is not None
 
 
 @settings(max_examples=300)
@@ -44,7 +44,7 @@ def test_any_text_has_the_same_ids(quick: TextEncoder, qwen: Tokenizer, text: st
     """Of any characters that there are, control tokens and combining letters among them."""
     assert quick.encode(text).tolist() == _ids(qwen, text)
     assert quick.encode(text).dtype == np.int32
-    assert quick.is_quick
+    assert quick._quick is not None
 
 
 class _Odd:
@@ -63,7 +63,7 @@ def test_the_trial_finds_a_difference(qwen: Tokenizer, tmp_path: Path) -> None:
     qwen.save(str(tmp_path / "tokenizer.json"))
     odd: Any = _Odd(read_quick(tmp_path / "tokenizer.json"), "ẞ")
     encoder = TextEncoder.tried(qwen, odd)
-    assert not encoder.is_quick
+    assert encoder._quick is None
     assert encoder.encode("ẞ a").tolist() == _ids(qwen, "ẞ a")
 
 
@@ -75,13 +75,13 @@ def test_traffic_finds_a_difference(
     qwen.save(str(tmp_path / "tokenizer.json"))
     odd: Any = _Odd(read_quick(tmp_path / "tokenizer.json"), "ŵ")
     encoder = TextEncoder.tried(qwen, odd)
-    assert encoder.is_quick
+    assert encoder._quick is not None
     with caplog.at_level(logging.WARNING):
         for number in range(9):
             assert encoder.encode(f"{number} is plain").tolist() == _ids(qwen, f"{number} is plain")
-        assert encoder.is_quick
+        assert encoder._quick is not None
         assert encoder.encode("two ŵ here").tolist() == _ids(qwen, "two ŵ here"), "the tenth is compared"
-    assert not encoder.is_quick
+    assert encoder._quick is None
     assert "not asked any more" in caplog.text
 
 
@@ -112,7 +112,7 @@ def test_a_tokenizer_that_cuts_is_not_quick(qwen: Tokenizer, tmp_path: Path) -> 
     cutting = Tokenizer.from_str(qwen.to_str())
     cutting.enable_truncation(3)
     encoder = _of(cutting, tmp_path)
-    assert not encoder.is_quick
+    assert encoder._quick is None
     assert len(encoder.encode("one two three four five")) == 3
 
 
