@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -28,6 +28,8 @@ KEPT_OPEN = 256
 """Sealed files that a process keeps open, and units whose locations it keeps mapped."""
 KEPT_READ = 4
 """Parts of files that it keeps in memory: trajectories that follow each other share their row groups."""
+TOGETHER_BYTES = 4 << 20
+"""Size of the row groups, in a file, that are read at a time."""
 KEPT_FOUND = 8
 """Units whose locations it keeps in memory, where they were not derived."""
 _SMALL = [name for name in TABLE_SCHEMA.names if not pa.types.is_list(TABLE_SCHEMA.field(name).type)]
@@ -111,7 +113,7 @@ class _OpenFile:
     def __init__(self, store: Path, unit: Unit, name: str) -> None:
         system, folder = place(store, unit)
         source = system.open_input_file(f"{folder}/{name}")
-        self._file = checked_parquet(source)
+        self._file = checked_parquet(source, at_once=unit.remote is not None)
         footer = self._file.metadata
         self._ends = np.cumsum([footer.row_group(i).num_rows for i in range(footer.num_row_groups)])
         self._columns = None if name == TURNS else _SMALL
@@ -120,9 +122,18 @@ class _OpenFile:
         """The row group of each row."""
         return np.searchsorted(self._ends, rows, side="right")
 
-    def read_group(self, group: int, columns: Sequence[str]) -> pa.Table:
-        """Columns of a whole row group."""
-        return self._file.read_row_group(group, columns=list(columns), use_threads=False).select(columns)
+    def read_together(
+        self, groups: Sequence[int], columns: Sequence[str]
+    ) -> Iterator[tuple[list[int], list[int], pa.Table]]:
+        """Columns of whole row groups, some at a time: which, how many rows each has, and their rows."""
+        footer, some, size = self._file.metadata, list[int](), 0
+        for group in groups:
+            size += footer.row_group(group).total_byte_size
+            some.append(group)
+            if size >= TOGETHER_BYTES or group == groups[-1]:
+                table = self._file.read_row_groups(some, columns=list(columns), use_threads=False)
+                yield some, [footer.row_group(i).num_rows for i in some], table.select(columns)
+                some, size = [], 0
 
     def of_kinds(self, kinds: Sequence[str], groups: Sequence[int] | None) -> pa.Table:
         """All rows of these kinds; `groups` are the row groups that hold one, if that is known."""
@@ -213,9 +224,19 @@ def row_groups_of(store: Path, unit: Unit, trajectories: Iterable[str], *, deriv
     return sorted(groups)
 
 
-def read_row_group(store: Path, unit: Unit, group: int, columns: Sequence[str]) -> pa.Table:
-    """Columns of a row group of the unit's turns."""
-    return _open_file(store, unit, TURNS).read_group(group, columns)
+def read_row_groups(
+    store: Path, unit: Unit, groups: Sequence[int], columns: Sequence[str]
+) -> Iterator[tuple[list[int], list[int], pa.Table]]:
+    """Columns of row groups of the unit's turns, about `TOGETHER_BYTES` at a time, which takes less than
+    each by itself: which row groups, how many rows each of them has, and all their rows.
+
+    Raises:
+        CorruptionError: the file is missing or damaged.
+    """
+    try:
+        yield from _open_file(store, unit, TURNS).read_together(groups, columns)
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(store, unit, TURNS, error) from error
 
 
 def _rows_at(store: Path, unit: Unit, runs: list[Run]) -> pa.Table:

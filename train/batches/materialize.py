@@ -7,7 +7,7 @@ The result equals `samples_of` of the folded trajectory, bit for bit.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -20,7 +20,7 @@ from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError, TrainError
 from rollbook.store.events.erased import ERASED_TOKEN
 from rollbook.store.fold.path_tokens import NO_VERSION
-from rollbook.store.log.turn_tokens import TurnTokens, TurnViews
+from rollbook.store.log.turn_tokens import TurnLists, TurnTokens
 from rollbook.train.select.references import References, routed_turns
 from rollbook.train.select.sample_ref import SampleRef
 from rollbook.train.select.samples import OF_ANOTHER, Bools, Ints, Sample
@@ -57,39 +57,32 @@ class Materializer:
         """
         if not len(wanted):
             return []
-        references, turns = self._references, self._references.turns
+        references = self._references
         numbers = np.asarray(wanted, np.int64)
         counts = references.starts[numbers + 1] - references.starts[numbers]
         entries = _ranges(references.starts[numbers], counts)
-        rows = references.path[entries]
-        unique, back = np.unique(rows, return_inverse=True)
-        chosen = turns.select(_CHOSEN).take(pa.array(unique))
+        chosen = references.turns.select(_CHOSEN).take(pa.array(references.path[entries]))
         ids = references.trajectories["trajectory_id"].take(chosen["place"])
-        turn = self._tokens.read(
+        turns = self._tokens.read(
             chosen["completed_lane"].to_pylist(), chosen["completed_seq"].to_numpy(), ids.to_pylist()
         )
-        turn = (
-            _mark_others(turn, chosen["turn_id"].to_pylist(), references.others)
-            if references.others
-            else turn
-        )
-        temperature = chosen["temperature"].to_numpy()[back].astype(np.float32)
+        turn_ids = chosen["turn_id"].to_pylist()
+        others = [references.others.get(turn_id, ()) for turn_id in turn_ids] if references.others else None
+        temperature = chosen["temperature"].to_numpy().astype(np.float32)
         arrays = _assemble(
-            turn, back.tolist(), references.sampled[entries], references.trained[entries], temperature
+            turns, references.sampled[entries], references.trained[entries], temperature, others
         )
-        ends = np.cumsum(np.add.reduceat(arrays.turn_lengths, np.cumsum(counts) - counts))
-        self._check(numbers, arrays, ends)
-        turn_ids = turns["turn_id"].take(pa.array(rows)).to_pylist()
-        turn_ends = np.cumsum(arrays.turn_lengths)
-        last, path_ends = 0, np.cumsum(counts).tolist()
-        samples = []
+        turn_ends, path_ends = np.cumsum(arrays.turn_lengths), np.cumsum(counts)
+        ends = turn_ends[path_ends - 1]
+        starts = np.concatenate([[0], ends[:-1]])
+        self._check(numbers, arrays, starts, ends)
+        within = (turn_ends - np.repeat(starts, counts)).tolist()
+        samples, last = list[Sample](), 0
         for ref, start, end, path_end in zip(
-            references.refs(numbers), [0, *ends[:-1].tolist()], ends.tolist(), path_ends, strict=True
+            references.refs(numbers), starts.tolist(), ends.tolist(), path_ends.tolist(), strict=True
         ):
-            within = tuple((turn_ends[last:path_end] - start).tolist())
-            samples.append(
-                self._sample(ref, arrays, slice(start, end), tuple(turn_ids[last:path_end]), within)
-            )
+            path = (tuple(turn_ids[last:path_end]), tuple(within[last:path_end]))
+            samples.append(self._sample(ref, arrays, slice(start, end), *path))
             last = path_end
         return self._with_routing(samples) if self._routing else samples
 
@@ -101,16 +94,20 @@ class Materializer:
             for s in samples
         ]
 
-    def _check(self, numbers: Ints, arrays: _Arrays, ends: Ints) -> None:
-        """Check that each sample's prompt is the ids that were sent, by length and sha256."""
+    def _check(self, numbers: Ints, arrays: _Arrays, starts: Ints, ends: Ints) -> None:
+        """Check that each sample's prompt is the ids that were sent, by length and sha256.
+
+        Args:
+            starts, ends: of each sample's tokens.
+        """
         references = self._references
         leaves = references.turns.select(_LEAF).take(pa.array(references.leaf[numbers]))
         lengths = leaves["prompt_length"].to_numpy()
         digests = leaves["prompt_sha256"].to_pylist()
-        starts = np.concatenate([[0], ends[:-1]])
-        for i, (start, end, length) in enumerate(zip(starts, ends, references.length[numbers], strict=True)):
-            prompt = arrays.tokens[start : start + lengths[i]]
-            same = end - start == length
+        right = ends - starts == references.length[numbers]
+        for i, (start, end) in enumerate(zip(starts.tolist(), (starts + lengths).tolist(), strict=True)):
+            prompt = arrays.tokens[start:end]
+            same = bool(right[i])
             if same and digests[i] and not (arrays.some_erased and (prompt == ERASED_TOKEN).any()):
                 same = hashlib.sha256(np.ascontiguousarray(prompt, "<i4").data).digest() == digests[i]
             if not same:
@@ -176,44 +173,46 @@ class _Arrays:
     some_erased: bool
 
 
-def _mark_others(
-    turns: TurnViews, ids: Sequence[str], others: Mapping[str, Sequence[tuple[int, int]]]
-) -> TurnViews:
-    """The turns with the tokens of other policies marked: a version says nothing of those."""
-    spans = (
-        [*held, *((OF_ANOTHER, start, end) for start, end in others.get(turn_id, ()))]
-        for held, turn_id in zip(turns.spans, ids, strict=True)
-    )
-    return replace(turns, spans=list(spans))
-
-
 def _assemble(
-    turns: TurnViews,
-    rows: Sequence[int],
+    turns: TurnLists,
     sampled: Bools,
     trained: Bools,
     temperature: npt.NDArray[np.float32],
+    others: Sequence[Sequence[tuple[int, int]]] | None,
 ) -> _Arrays:
-    """The arrays of the turns in these rows; the other arguments have a value for each row."""
-    prompts, completions = ([views[i] for i in rows] for views in (turns.prompts, turns.completions))
-    sizes = np.array([len(ids) for ids in prompts], np.int64)
-    sampled_sizes = np.array([len(ids) for ids in completions], np.int64)
+    """The arrays of these turns; the other arguments have a value for each.
+
+    Args:
+        others: where tokens begin and end that other policies sampled; None: they sampled none.
+
+    Raises:
+        CorruptionError: a turn has another number of logprobs than of sampled tokens.
+    """
+    sizes, sampled_sizes = turns.prompts.lengths, turns.completions.lengths
     lengths = _in_turn(sizes, sampled_sizes)
-    turn_lengths = sizes + sampled_sizes
-    starts = np.cumsum(turn_lengths) - sampled_sizes
-    tokens = np.concatenate([ids for both in zip(prompts, completions, strict=True) for ids in both])
-    logprobs = np.zeros(len(tokens), np.float32)
-    for i, start in zip(np.flatnonzero(trained).tolist(), starts[trained].tolist(), strict=True):
-        values = turns.logprobs[rows[i]]
-        logprobs[start : start + sampled_sizes[i]] = np.nan if values is None else values
-    hot = np.where(sampled, temperature, np.float32(1))
+
+    def spread(first: npt.NDArray[_T], second: npt.NDArray[_T]) -> npt.NDArray[_T]:
+        """A value for each token, of values for each turn's prompt and completion."""
+        return np.repeat(_in_turn(first, second), lengths)
+
+    nothing, everything = np.zeros_like(trained), np.ones_like(trained)
+    answered = spread(nothing, everything)
+    tokens = np.empty(len(answered), np.int32)
+    tokens[answered] = turns.completions.joined()
+    tokens[~answered] = turns.prompts.joined()
+    given = trained & turns.has_logprobs
+    if (turns.logprobs.lengths != sampled_sizes)[given].any():
+        raise CorruptionError("a turn has another number of logprobs than of sampled tokens")
+    unknown, cold = np.where(trained, np.float32(np.nan), np.float32(0)), np.zeros_like(temperature)
+    logprobs = spread(cold, unknown)
+    logprobs[spread(nothing, given)] = turns.logprobs.of(given).joined()
     return _Arrays(
-        turn_lengths=turn_lengths,
+        turn_lengths=sizes + sampled_sizes,
         tokens=tokens,
-        loss_mask=np.repeat(_in_turn(np.zeros_like(trained), trained), lengths),
+        loss_mask=spread(nothing, trained),
         logprobs=logprobs,
-        versions=_versions([turns.spans[i] for i in rows], starts, sampled, len(tokens)),
-        temperatures=np.repeat(_in_turn(np.ones_like(hot), hot), lengths),
+        versions=_versions(turns, lengths, sampled, others),
+        temperatures=spread(cold + 1, np.where(sampled, temperature, np.float32(1))),
         some_erased=bool((tokens == ERASED_TOKEN).any()),
     )
 
@@ -224,17 +223,30 @@ def _in_turn(first: npt.NDArray[_T], second: npt.NDArray[_T]) -> npt.NDArray[_T]
 
 
 def _versions(
-    spans: Sequence[Sequence[tuple[int, int, int]]], starts: Ints, sampled: Bools, total: int
+    turns: TurnLists, lengths: Ints, sampled: Bools, others: Sequence[Sequence[tuple[int, int]]] | None
 ) -> Ints:
-    """The version of each token [total], by the spans of its turn; `NO_VERSION` where none says.
+    """The version of each token, by the spans of its turn; `NO_VERSION` where none says.
 
     Args:
-        starts: where each turn's sampled tokens begin.
+        lengths: int64 [2 N], of each turn's prompt and completion.
+        others: as of `_assemble`.
     """
-    versions = np.full(total, NO_VERSION, np.int64)
-    for i, start in zip(np.flatnonzero(sampled).tolist(), starts[sampled].tolist(), strict=True):
-        for version, first, end in spans[i]:
+    spans, counts = turns.spans.of(sampled).joined(), turns.spans.lengths[sampled]
+    sizes, at = turns.completions.lengths[sampled], np.flatnonzero(sampled)
+    some = counts > 0
+    whole = counts.max(initial=0) <= 1 and not spans[:, 1].any() and (spans[:, 2] == sizes[some]).all()
+    if whole and others is None:
+        of_turns = np.full((len(sampled), 2), NO_VERSION, np.int64)
+        of_turns[at[some], 1] = spans[:, 0]
+        return np.repeat(of_turns.ravel(), lengths)
+    versions = np.full(lengths.sum(), NO_VERSION, np.int64)
+    starts, held, last = (np.cumsum(lengths)[::2])[sampled], spans.tolist(), 0
+    for turn, start, count in zip(at.tolist(), starts.tolist(), counts.tolist(), strict=True):
+        for version, first, end in held[last : last + count]:
             versions[start + first : start + end] = version
+        for first, end in others[turn] if others else ():
+            versions[start + first : start + end] = OF_ANOTHER
+        last += count
     return versions
 
 

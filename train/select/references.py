@@ -166,32 +166,13 @@ class References:
     def refs(self, samples: Sequence[int] | Ints) -> list[SampleRef]:
         """References to samples, by number."""
         at = np.asarray(samples, np.int64)
-        named = self.trajectories.select(_NAMED).take(pa.array(self.trajectory[at])).to_pylist()
-        leaves = self.turns["turn_id"].take(pa.array(self.leaf[at])).to_pylist()
-        return [
-            SampleRef(
-                leaf_turn_id=leaf,
-                trained=int(self.trained_tokens[sample]),
-                unknown=int(self.unknown[sample]),
-                exact=bool(self.exact[sample]),
-                oldest_version=None if self.oldest[sample] == NOWHERE else int(self.oldest[sample]),
-                newest_version=None if self.newest[sample] == NOWHERE else int(self.newest[sample]),
-                deciding=None if self.deciding[sample] == NOWHERE else int(self.deciding[sample]),
-                truncated=bool(self.truncated[sample]),
-                erased=bool(self.erased[sample]),
-                preferred=bool(self.preferred[sample]),
-                infinite=bool(self.infinite[sample]),
-                turn_reward=float(self.turn_reward[sample]),
-                length=int(self.length[sample]),
-                lowest_token=int(self.lowest[sample]),
-                highest_token=int(self.highest[sample]),
-                learnable=int(self.learnable[sample]),
-                misrouted=str(self.misrouted[sample]),
-                stranger=str(self.stranger[sample]),
-                **names,
-            )
-            for sample, leaf, names in zip(at.tolist(), leaves, named, strict=True)
-        ]
+        named = self.trajectories.select(_NAMED).take(pa.array(self.trajectory[at]))
+        columns = {name: named[name].to_pylist() for name in _NAMED}
+        columns["leaf_turn_id"] = self.turns["turn_id"].take(pa.array(self.leaf[at])).to_pylist()
+        columns |= {name: getattr(self, column)[at].tolist() for name, column in _DECIDING.items()}
+        for name in _OF_VERSIONS:
+            columns[name] = [None if version == NOWHERE else version for version in columns[name]]
+        return [SampleRef(*row) for row in zip(*(columns[name] for name in SampleRef.__slots__), strict=True)]
 
     def ref(self, sample: int) -> SampleRef:
         """A reference to one sample."""
@@ -199,6 +180,14 @@ class References:
 
 
 _NAMED = ["run", "trajectory_id", "name", "group", "split", "reward", "success", "status", "chosen"]
+_OF_VERSIONS = ("oldest_version", "newest_version", "deciding")
+_DECIDING = {
+    **dict(zip(_OF_VERSIONS, ("oldest", "newest", "deciding"), strict=True)),
+    **{"trained": "trained_tokens", "lowest_token": "lowest", "highest_token": "highest"},
+    **{name: name for name in ("unknown", "exact", "truncated", "erased", "preferred", "infinite")},
+    **{name: name for name in ("turn_reward", "length", "learnable", "misrouted", "stranger")},
+}
+"""Fields of a `SampleRef`: columns of trajectories, versions, and what the others are in references."""
 
 
 def find_references(

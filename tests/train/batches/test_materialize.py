@@ -31,6 +31,8 @@ from rollbook.train.select.samples import Sample, samples_of
 ARRAYS = ("tokens", "loss_mask", "logprobs", "versions", "temperatures")
 SPLITS = ("train", "teacher")
 Usage = namedtuple("Usage", "total used free")
+ROOM_FOR_ONE = 14_000
+"""Bytes: more than any row group of the forests takes, and less than two of them."""
 
 
 @pytest.fixture(scope="module", params=["live", "sealed", "both"])
@@ -130,6 +132,50 @@ def test_tokens_are_read_again_from_scratch(
     sealed = any(current_units(recorded_forests.path, lane) for lane in ("a", "b"))
     assert len(set(offsets)) == len(offsets)
     assert (len(offsets) > 0) == (sealed and disk != "full")
+
+
+@pytest.mark.more_but("both")
+def test_row_groups_go_to_scratch_when_memory_is_full(
+    recorded_forests: Store, finished: list[Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not before: those that memory has room for are never written. Samples are the same."""
+    offsets = list[int]()
+
+    def write(_: int, parts: list[memoryview], at: int) -> int:
+        offsets.append(at)
+        return pwritev(_, parts, at)
+
+    pwritev = os.pwritev
+    monkeypatch.setattr(os, "pwritev", write)
+    head, folded, written = recorded_forests.head(), _folded(finished), list[int]()
+    references = find_references(recorded_forests, head, "demo", RecipeConfig(splits=SPLITS))
+    for room in (ROOM_FOR_ONE, 128 << 20):
+        monkeypatch.setattr(turn_tokens, "KEPT_BYTES", room)
+        offsets.clear()
+        materializer = Materializer(recorded_forests, head, references, "demo")
+        for _ in range(2):
+            for number in range(0, len(references), 2):
+                [sample] = materializer.samples([number])
+                _same(sample, folded[sample.leaf_turn_id])
+        written.append(len(offsets))
+    sealed = any(current_units(recorded_forests.path, lane) for lane in ("a", "b"))
+    assert [count > 1 for count in written] == [sealed, False]
+    assert written[1] == 0
+
+
+def test_a_turn_with_too_few_logprobs_is_damage(tmp_path: Path) -> None:
+    """Which of its tokens they are of is not known."""
+    log = rb.open(tmp_path / "store", create=True)
+    records = fabric.records("t", [fabric.T(), fabric.T(parent=0)], reward=1.0)
+    broken = [
+        replace(r, logprobs=r.logprobs[1:])
+        if isinstance(r, kinds.TurnCompleted) and r.logprobs is not None
+        else r
+        for r in records
+    ]
+    fabric.append(log, broken)
+    with pytest.raises(CorruptionError, match="another number of logprobs"):
+        _materializer(log)
 
 
 def test_what_decides_is_known_without_tokens(recorded_forests: Store) -> None:
