@@ -93,7 +93,7 @@ def estimated(case: Case, **keys: Any) -> Advantages:
             reference_logprobs=case.reference[case.mask].numpy(),
             values=case.old_values[case.mask].numpy(),
             turn_rewards=case.turn_rewards[case.mask].double().numpy(),
-            turns=case.turns[case.mask].numpy(),
+            number_turns=lambda: case.turns[case.mask].numpy(),
         )
     )
 

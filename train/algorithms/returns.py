@@ -174,9 +174,10 @@ def of_trajectories(values: Floats, rollouts: Rollouts) -> Floats:
 def _steps(rollouts: Rollouts, discount: float) -> Floats:
     """The factor by which what follows a token counts at it, [P]: 1 within a turn, the discount at
     a turn's end, and 0 at a sample's end."""
-    assert rollouts.turns is not None
-    steps = np.ones(len(rollouts.turns))
-    steps[:-1][rollouts.turns[1:] != rollouts.turns[:-1]] = discount
+    turns = rollouts.turns
+    assert turns is not None
+    steps = np.ones(len(turns))
+    steps[:-1][turns[1:] != turns[:-1]] = discount
     steps[rollouts.last] = 0.0
     return steps
 

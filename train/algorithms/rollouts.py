@@ -3,6 +3,7 @@ tokens. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,7 @@ class Rollouts:
         old_logprobs: float32 [P], of the policy that ratios are taken to.
         reference_logprobs: float32 [P], of the reference policy; None where the algorithm needs none.
         values: float32 [P], the critic's; None where the algorithm needs none.
-        turns: int64 [P], of each token the number of its turn within its sample; None: each sample is one.
+        number_turns: gives `turns`, which most algorithms do not ask for; None: each sample is one turn.
         others: further members of the samples' groups; None: there are none.
     """
 
@@ -55,8 +56,13 @@ class Rollouts:
     old_logprobs: Singles | None = None
     reference_logprobs: Singles | None = None
     values: Singles | None = None
-    turns: Ints | None = None
+    number_turns: Callable[[], Ints] | None = None
     others: GroupPeers | None = None
+
+    @property
+    def turns(self) -> Ints | None:
+        """Of each token the number of its turn within its sample, int64 [P]; None: each sample is one."""
+        return None if self.number_turns is None else self.number_turns()
 
     @property
     def last(self) -> Ints:

@@ -59,7 +59,7 @@ def _estimated(algorithm: Algorithm) -> Advantages:
         old_logprobs=(tokens - 2).astype(np.float32),
         reference_logprobs=(tokens[::-1] - 2).astype(np.float32),
         values=tokens.astype(np.float32) if "values" in algorithm.needs else None,
-        turns=np.arange(count) // 2,
+        number_turns=lambda: np.arange(count) // 2,
     )
     what = f"algorithm {algorithm.algorithm_name!r}"
     advantages = check_advantages(what, algorithm.advantages(rollouts), rollouts)

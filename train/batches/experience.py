@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 from typing import TypeVar
 
@@ -249,7 +250,7 @@ def _rollouts(
         old_logprobs=old,
         reference_logprobs=scores.reference_logprobs,
         values=scores.values,
-        turns=_turns(samples, masks),
+        number_turns=partial(_turns, samples, masks),
         others=others,
     )
 

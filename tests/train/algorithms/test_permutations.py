@@ -61,7 +61,7 @@ def _rollouts(seed: int) -> Rollouts:
         old_logprobs=(8 * random.normal(size=total)).astype(np.float32),
         reference_logprobs=random.normal(size=total).astype(np.float32),
         values=random.normal(size=total).astype(np.float32),
-        turns=np.concatenate([np.zeros(0, np.int64), *(np.arange(n) // 2 for n in lengths)]),
+        number_turns=lambda: np.concatenate([np.zeros(0, np.int64), *(np.arange(n) // 2 for n in lengths)]),
     )
 
 
@@ -73,14 +73,16 @@ def _tokens(rollouts: Rollouts, order: Any) -> Any:
 
 
 def _permuted(rollouts: Rollouts, order: Any) -> Rollouts:
-    at = _tokens(rollouts, order)
-    tokens = ("turn_rewards", "old_logprobs", "reference_logprobs", "values", "turns")
+    at, turns = _tokens(rollouts, order), rollouts.turns
+    assert turns is not None
+    tokens = ("turn_rewards", "old_logprobs", "reference_logprobs", "values")
     return replace(
         rollouts,
         groups=rollouts.groups[order],
         trajectories=rollouts.trajectories[order],
         **{name: getattr(rollouts, name)[order] for name in ("rewards", "lengths", "truncated")},
         **{name: getattr(rollouts, name)[at] for name in tokens},
+        number_turns=lambda: turns[at],
     )
 
 

@@ -36,7 +36,7 @@ TWO_AND_THREE = Rollouts(
     trajectories=np.array([0, 1]),
     lengths=np.array([3, 4]),
     turn_rewards=np.array([0.0, 1.0, 2.0, 0.0, 0.0, 4.0, 8.0]),
-    turns=np.array([0, 0, 1, 0, 1, 1, 2]),
+    number_turns=lambda: np.array([0, 0, 1, 0, 1, 1, 2]),
 )
 
 
@@ -71,7 +71,7 @@ def test_turn_rewards_alone() -> None:
         np.array([0, 1]),
         TWO_AND_THREE.lengths,
         turn_rewards=TWO_AND_THREE.turn_rewards,
-        turns=TWO_AND_THREE.turns,
+        number_turns=TWO_AND_THREE.number_turns,
     )
     assert _advantages(rollouts, discount=0.5, discount_unit="turn") == [2, 2, 2, 4, 8, 8, 8]
     assert _advantages(rollouts, discount=0.5, turn_rewards=False) == [0] * 7
@@ -85,7 +85,7 @@ def test_the_baseline_is_of_the_trajectory() -> None:
         np.array([0, 1]),
         TWO_AND_THREE.lengths,
         turn_rewards=TWO_AND_THREE.turn_rewards,
-        turns=TWO_AND_THREE.turns,
+        number_turns=TWO_AND_THREE.number_turns,
     )
     advantages = _advantages(rollouts, baseline="group_mean", discount=0.5, discount_unit="turn")
     assert advantages == [-2, -2, -6, 6, 12, 12, 16]
@@ -93,7 +93,8 @@ def test_the_baseline_is_of_the_trajectory() -> None:
 
 def test_gae_of_turns_by_hand() -> None:
     """Turns of 2 and 1 tokens; rewards 0, 1, 2, values 4, 2, 6, discount 1/2, decay 1/2."""
-    rollouts = Rollouts(np.zeros(1), np.array([0]), np.array([0]), np.array([3]), turns=np.array([3, 3, 5]))
+    one, turns = np.array([0]), np.array([3, 3, 5])
+    rollouts = Rollouts(np.zeros(1), one, one, np.array([3]), number_turns=lambda: turns)
     advantages = turn_advantages(np.array([0.0, 1.0, 2.0]), np.array([4.0, 2.0, 6.0]), rollouts, 0.5, 0.5)
     last = 2 - 6
     middle = (1 + 0.5 * 6 - 2) + 0.5 * 0.5 * last
@@ -108,7 +109,7 @@ def test_ppo_takes_it_too() -> None:
         np.array([0, 1]),
         TWO_AND_THREE.lengths,
         turn_rewards=TWO_AND_THREE.turn_rewards,
-        turns=TWO_AND_THREE.turns,
+        number_turns=TWO_AND_THREE.number_turns,
         values=np.zeros(7, np.float32),
     )
     keys = {"name": "ppo", "turn_rewards": True, "discount": 0.5, "discount_unit": "turn"}
@@ -120,7 +121,9 @@ def test_ppo_takes_it_too() -> None:
 def _random(lengths: list[int], seed: int, turns: Any) -> tuple[Rollouts, Any, Any]:
     random, count = np.random.default_rng(seed), sum(lengths)
     names = np.arange(len(lengths))
-    rollouts = Rollouts(np.zeros(len(lengths)), names, names, np.array(lengths), turns=turns(count))
+    rollouts = Rollouts(
+        np.zeros(len(lengths)), names, names, np.array(lengths), number_turns=lambda: turns(count)
+    )
     return rollouts, random.normal(size=count), random.normal(size=count)
 
 
