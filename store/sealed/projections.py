@@ -74,8 +74,7 @@ _TRAINED = {
     "delta_length": "coalesce(len(prompt_ids), 0)",
     "known_tokens": """CAST(coalesce(list_sum(list_transform(
         version_spans, lambda s: s."end" - s.start)), 0) AS BIGINT)""",
-    "exact_logprobs": """logprobs IS NOT NULL
-        AND NOT coalesce(list_bool_or(list_transform(logprobs, lambda p: isnan(p))), false)""",
+    "exact_logprobs": "logprobs IS NOT NULL AND NOT list_contains(logprobs, CAST('nan' AS FLOAT))",
     "erased": """contains(extra, '"tokens_erased"')""",
     "temperature": "coalesce(nullif(CAST(done[5] AS DOUBLE), 0), 1)",
     "lowest_token": "CAST(least(list_min(prompt_ids), list_min(completion_ids)) AS BIGINT)",
@@ -138,7 +137,7 @@ def turn_parts(events: str) -> str:
            any_value(done[2]) AS finish_reason,
            any_value(list_min(versions)) AS min_version, any_value(list_max(versions)) AS max_version,
            any_value(list_min(logprobs)) AS min_logprob,
-           any_value(list_sum(list_transform(logprobs, lambda p: CAST(p AS DOUBLE)))) AS sum_logprob,
+           any_value(list_sum(CAST(logprobs AS DOUBLE[]))) AS sum_logprob,
            any_value({done.format("lane")}) AS completed_lane,
            any_value({done.format("seq")}) AS completed_seq,
            {", ".join(f"any_value({name}) AS {name}" for name in _TRAINED)},
