@@ -27,8 +27,9 @@ from cachetools import LRUCache
 from rollbook.store.errors import CorruptionError
 from rollbook.store.events.schema import LOG_SCHEMA
 from rollbook.store.log.reader import LaneReader
+from rollbook.store.sealed.parquet import damaged
 from rollbook.store.sealed.point_read import read_row_groups, row_groups_of
-from rollbook.store.sealed.unit import Unit, while_replaced
+from rollbook.store.sealed.unit import TURNS, Unit, while_replaced
 
 COLUMNS = ("seq", "prompt_ids", "completion_ids", "logprobs", "version_spans")
 """Columns: sequence number, prompt tokens beyond the parent's, sampled tokens, their logprobs, version
@@ -167,11 +168,14 @@ class TurnTokens:
                 missing.append(group)
             else:
                 held[group] = rows
-        for some, counts, table in read_row_groups(self._store, unit, missing, COLUMNS):
-            together = _rows([_whole(column) for column in table.columns])
-            for group, rows in zip(some, _apart(together, counts), strict=True):
-                self._kept.keep((unit.lane, name, group), rows)
-                held[group] = rows
+        try:
+            for some, counts, table in read_row_groups(self._store, unit, missing, COLUMNS):
+                together = _rows([_whole(column) for column in table.columns])
+                for group, rows in zip(some, _apart(together, counts), strict=True):
+                    self._kept.keep((unit.lane, name, group), rows)
+                    held[group] = rows
+        except (pa.ArrowException, OSError) as error:
+            raise damaged(self._store, unit, TURNS, error) from error
         return [held[group] for group in groups]
 
     def _unsealed(self, lane: str, start: int) -> _Rows:

@@ -28,7 +28,7 @@ KEPT_OPEN = 256
 """Sealed files that a process keeps open, and units whose locations it keeps mapped."""
 KEPT_READ = 4
 """Parts of files that it keeps in memory: trajectories that follow each other share their row groups."""
-TOGETHER_BYTES = 4 << 20
+TOGETHER_BYTES = 16 << 20
 """Size of the row groups, in a file, that are read at a time."""
 KEPT_FOUND = 8
 """Units whose locations it keeps in memory, where they were not derived."""
@@ -231,12 +231,9 @@ def read_row_groups(
     each by itself: which row groups, how many rows each of them has, and all their rows.
 
     Raises:
-        CorruptionError: the file is missing or damaged.
+        pa.ArrowException, OSError: the file is missing or damaged.
     """
-    try:
-        yield from _open_file(store, unit, TURNS).read_together(groups, columns)
-    except (pa.ArrowException, OSError) as error:
-        raise damaged(store, unit, TURNS, error) from error
+    return _open_file(store, unit, TURNS).read_together(groups, columns)
 
 
 def _rows_at(store: Path, unit: Unit, runs: list[Run]) -> pa.Table:

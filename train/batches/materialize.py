@@ -200,16 +200,18 @@ def _assemble(
     tokens = np.empty(len(answered), np.int32)
     tokens[answered] = turns.completions.joined()
     tokens[~answered] = turns.prompts.joined()
+    loss_mask = answered if trained.all() else spread(nothing, trained)
     given = trained & turns.has_logprobs
     if (turns.logprobs.lengths != sampled_sizes)[given].any():
         raise CorruptionError("a turn has another number of logprobs than of sampled tokens")
     unknown, cold = np.where(trained, np.float32(np.nan), np.float32(0)), np.zeros_like(temperature)
     logprobs = spread(cold, unknown)
-    logprobs[spread(nothing, given)] = turns.logprobs.of(given).joined()
+    with_logprobs = loss_mask if (given == trained).all() else spread(nothing, given)
+    logprobs[with_logprobs] = turns.logprobs.of(given).joined()
     return _Arrays(
         turn_lengths=sizes + sampled_sizes,
         tokens=tokens,
-        loss_mask=spread(nothing, trained),
+        loss_mask=loss_mask,
         logprobs=logprobs,
         versions=_versions(turns, lengths, sampled, others),
         temperatures=spread(cold + 1, np.where(sampled, temperature, np.float32(1))),
