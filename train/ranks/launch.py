@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from rollbook.train.ranks.meeting import SECRET, Meeting, MeetingPoint, meet, ne
 FOLLOW = ("-m", "rollbook.train.ranks.follow")
 WORDS = 6
 """Lines of a rank's output that are told as its last words."""
+_LEAKS = re.compile(r"\s*(nanobind: | - leaked | - \.\.\. skipped|See https://nanobind\.)")
+"""What Triton's binding says of itself as any process ends, behind what that died of."""
 DEATH_S = 5.0
 """Longest wait for a rank that is ending to have ended."""
 DUMP_S = 1.0
@@ -92,7 +95,7 @@ class Follower:
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     def _words(self) -> str:
-        lines = [line for line in self._output().splitlines() if line.strip()]
+        lines = [line for line in self._output().splitlines() if line.strip() and not _LEAKS.match(line)]
         return "\n".join(f"  {line}" for line in lines[-WORDS:]) or "  (none)"
 
 
