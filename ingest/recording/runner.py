@@ -9,6 +9,7 @@ from typing import Any
 
 from rollbook.edge.bounds import LARGE_BYTES, run_in_thread
 from rollbook.engines.engine import Engine, Generation, OnTokens, Prompt, Sampling, ignore_tokens
+from rollbook.engines.patience import end_now
 from rollbook.ingest.admission.gate import ANSWERED_S
 from rollbook.ingest.recording.recorder import Recorder
 from rollbook.ingest.recording.run_writer import any_lost
@@ -128,11 +129,11 @@ class TurnRunner:
         """Have these wait no more for an engine."""
         for patience, in_flight in self._held.items():
             if which(in_flight):
-                _end(patience)
+                end_now(patience)
 
     def _cut(self) -> None:
         for sampled in self._sampled:
-            _end(sampled)
+            end_now(sampled)
 
     async def drained(self) -> None:
         """Wait until no request runs."""
@@ -190,7 +191,10 @@ class TurnRunner:
         try:
             async with patience:
                 self._held[patience] = in_flight
-                await self.engine.ready()
+                try:
+                    await self.engine.ready()
+                finally:
+                    del self._held[patience]
         except TimeoutError:
             if not (patience.expired() or in_flight.abandoned):
                 raise
@@ -199,8 +203,6 @@ class TurnRunner:
             if not in_flight.abandoned:
                 text = "the engine's weights are being replaced, and were not ready within"
                 raise RequestError(503, "engine_held", f"{text} {self.hold_s:g} s") from None
-        finally:
-            self._held.pop(patience, None)
         if in_flight.abandoned:
             raise EngineError("its client left before the engine took it")
 
@@ -281,15 +283,16 @@ class TurnRunner:
             try:
                 async with patience:
                     self._sampled.add(patience)
-                    return await self.engine.generate(prompt, sampling, on_tokens)
+                    try:
+                        return await self.engine.generate(prompt, sampling, on_tokens)
+                    finally:
+                        self._sampled.remove(patience)
             except EngineHeldError:
                 await self._let_in(in_flight)
             except TimeoutError:
                 if not patience.expired():
                     raise
                 raise EndingError from None
-            finally:
-                self._sampled.discard(patience)
 
 
 async def _all_ended(ends: Sequence[Coroutine[Any, Any, CompletedTurn]]) -> list[CompletedTurn]:
@@ -299,9 +302,3 @@ async def _all_ended(ends: Sequence[Coroutine[Any, Any, CompletedTurn]]) -> list
     if failure is not None:
         raise failure
     return [a for a in answers if isinstance(a, CompletedTurn)]
-
-
-def _end(patience: asyncio.Timeout) -> None:
-    """End what runs within it now."""
-    if not patience.expired():
-        patience.reschedule(asyncio.get_running_loop().time())

@@ -16,6 +16,7 @@ from cachetools import LRUCache
 from fastapi import APIRouter
 
 from rollbook.engines.engine import Activated, Engine, Generation, OnTokens, Prompt, Sampling, ignore_tokens
+from rollbook.engines.patience import end_now
 from rollbook.engines.weights.log import OWN, same_address
 from rollbook.store.errors import EngineHeldError, EngineLostError, RollbookError
 from rollbook.store.events import Json, SyncFailed, SyncFinished, SyncStarted
@@ -119,25 +120,24 @@ class Fleet:
         """
         member = self._chosen(prompt.trajectory_id)
         member.running += 1
-        asked: _Asked | None = None
+        asked = member.requests[prompt.request_id] = _Asked(asyncio.timeout(None))
         try:
-            async with asyncio.timeout(None) as patience:
-                asked = member.requests[prompt.request_id] = _Asked(patience)
+            async with asked.patience:
                 generation = await member.engine.generate(prompt, sampling, on_tokens)
             if member.engine.doubtful():
                 self._look(member)
             return generation
         except TimeoutError:
-            if asked is None or asked.lost is None:
+            if asked.lost is None:
                 raise
             raise EngineLostError(f"engine {member.url}: {asked.lost}") from None
         except EngineLostError:
-            if asked is None or asked.lost is None:  # else it was taken out already, and may be back by now
+            if asked.lost is None:  # else it was taken out already, and may be back by now
                 self._look(member)  # other requests that run there may still succeed
             raise
         finally:
             member.running -= 1
-            member.requests.pop(prompt.request_id, None)
+            del member.requests[prompt.request_id]
 
     def _chosen(self, trajectory_id: str) -> Member:
         """The trajectory's engine, or the one that answers the fewest requests."""
@@ -385,9 +385,9 @@ class _Asked:
 
     def lose(self, why: str) -> None:
         """End the wait for its answer."""
-        if self.lost is None and not self.patience.expired():
+        if self.lost is None:
             self.lost = why
-            self.patience.reschedule(asyncio.get_running_loop().time())
+            end_now(self.patience)
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ from tests.fakes.clients.streamed import KINDS, PATHS, asked, text_in, together
 from tests.fakes.proxies.in_process import InProcess
 
 from rollbook.ingest.trajectories.live import LiveTrajectory
+from rollbook.store.errors import EngineHeldError
 
 
 @pytest.fixture
@@ -128,6 +129,39 @@ def test_what_is_sampled_when_the_proxy_ends(proxy: Any, monkeypatch: pytest.Mon
     assert (reply.status, reply.json["error"]["code"]) == (503, "proxy_ends")
     (turn,) = proxy.trajectories()["long"].turns.values()
     assert (turn.completed, "ending" in turn.failed.error) == (None, True)
+
+
+def test_who_waits_again_when_the_rest_is_cut_off(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that its engine gave back waits for one; what is sampled beside it is cut off."""
+    monkeypatch.setattr("rollbook.ingest.recording.runner.ANSWERED_S", 0.05)
+    monkeypatch.setattr("rollbook.ingest.recording.runner.SOON_S", 0.3)
+    proxy.engine.doors.set()
+    proxy.engine.pace = asyncio.Semaphore(1)
+    generate, faults = proxy.engine.generate, list[Any]()
+
+    async def gives_back(prompt: Any, *rest: Any) -> Any:
+        if prompt.messages[-1]["content"] != "give back":
+            return await generate(prompt, *rest)
+        while proxy.engine.doors.is_set():
+            await asyncio.sleep(0.001)
+        raise EngineHeldError("its weights are being replaced")
+
+    monkeypatch.setattr(proxy.engine, "generate", gives_back)
+
+    async def scenario() -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        texts = {"back": "give back", "long": "Hello"}
+        asks = [proxy.exchange(f"/t/{n}{PATHS['chat']}", asked("chat", text)) for n, text in texts.items()]
+        while not proxy.engine.prompts:
+            await asyncio.sleep(0.001)
+        proxy.app.state.stop()
+        proxy.engine.doors.clear()
+        async with asyncio.timeout(20):
+            return [await ask.end() for ask in asks]
+
+    replies = proxy.run(scenario())
+    assert [(reply.status, reply.json["error"]["code"]) for reply in replies] == [(503, "proxy_ends")] * 2
+    assert faults == []
 
 
 def test_who_left_is_not_waited_for(proxy: Any) -> None:
