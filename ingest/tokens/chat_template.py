@@ -6,11 +6,10 @@ without HTML escapes, `raise_exception`, `strftime_now`, the `generation` block 
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +23,8 @@ from rollbook.engines.model_files import model_file, read_json, read_text
 from rollbook.ingest.tokens.message_form import in_form
 from rollbook.ingest.tokens.sandbox import BoundedSandbox, Unbounded, budget
 from rollbook.ingest.tokens.template_traits import TemplateTraits, image_part, probed
-from rollbook.ingest.tokens.text_encoder import TextEncoder, read_quick
-from rollbook.store.errors import EngineError, ModelError, RequestError, RollbookError
+from rollbook.ingest.tokens.text_encoder import TextEncoder, panics_as, read_quick
+from rollbook.store.errors import EngineError, ModelError, RequestError
 from rollbook.store.events import Json, TokenIds
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -263,17 +262,6 @@ def load_chat_tokenizer(model: Path) -> ChatTokenizer:
         vocabulary=_vocabulary(tokenizer, config),
         name=str(model),
     )
-
-
-@contextlib.contextmanager
-def panics_as(kind: type[RollbookError], what: str) -> Iterator[None]:
-    """Raise a panic of the tokenizers' Rust, which is no Exception, as an error of ours."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise kind(f"{what}: {error}; copy the model anew") from error
 
 
 def _encoder(file: Path) -> TextEncoder:

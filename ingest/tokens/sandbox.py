@@ -77,6 +77,10 @@ class budget:
         _budget.reset(self._token)
 
 
+def _spend() -> None:
+    _budget.get(_ENDLESS).spend()
+
+
 def _counted(values: Any) -> Iterator[Any]:
     """The values of a loop, each a step."""
     spend = _budget.get(_ENDLESS).spend
@@ -171,7 +175,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         Raises:
             Unbounded: it is.
         """
-        _budget.get(_ENDLESS).spend()
+        _spend()
         if operator == "+" and type(left) is str and type(right) is str:
             _check_size(len(left) + len(right))
             return left + right
@@ -184,7 +188,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         Raises:
             Unbounded, SecurityError: it would make something too large, or may not be called.
         """
-        _budget.get(_ENDLESS).spend()
+        _spend()
         receiver = getattr(
             getattr(called, "__wrapped__", called), "__self__", None
         )  # format is wrapped by Jinja
@@ -197,7 +201,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter that refuses to be asked for too much. What Jinja marks it with is kept."""
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        _budget.get(_ENDLESS).spend()
+        _spend()
         values = [arg for arg in args if not isinstance(arg, _MACHINERY)]
         _check_arguments(name, values[0] if values else None, (*values[1:], *kwargs.values()))
         return function(*args, **kwargs)

@@ -16,6 +16,7 @@ Text that is far longer than the model's context is refused before ids are made 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from collections.abc import Iterator
@@ -24,10 +25,10 @@ from pathlib import Path
 
 import fastokens
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Encoding, Tokenizer
 
-from rollbook.store.errors import LimitError
+from rollbook.store.errors import LimitError, ModelError, RollbookError
+from rollbook.store.events import TokenIds
 
 LONG = 1 << 19
 """Characters from which on a text is taken apart."""
@@ -41,8 +42,6 @@ COMPARED_EVERY = 1024
 """One text of so many is encoded by both."""
 SEGMENTS_BYTES = 32 << 20
 """Most memory for the ids of texts between control tokens, such as a system message that many share."""
-
-Ids = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +68,12 @@ class TextEncoder:
         """
         encoder = cls(tokenizer)
         if quick is not None and tokenizer.truncation is None:
-            pairs = ((_quickly(quick, text), encoder._surely(text)) for text in trial_texts())
+            pairs = ((_quick_ids(quick, text), encoder._reference_ids(text)) for text in trial_texts())
             encoder._quick = quick if all(np.array_equal(*pair) for pair in pairs) else None
         return encoder
 
-    def encode(self, text: str, context_length: int = 0) -> Ids:
-        """Ids of a text, int32.
+    def encode(self, text: str, context_length: int = 0) -> TokenIds:
+        """TokenIds of a text, int32.
 
         Args:
             context_length: the model's, in tokens; 0 where it is unknown.
@@ -85,18 +84,18 @@ class TextEncoder:
         """
         self._check_length(text, context_length)
         if self._quick is None:
-            return self._surely(text)
-        ids = _quickly(self._quick, text)
+            return self._reference_ids(text)
+        ids = _quick_ids(self._quick, text)
         self._count += 1
         if self._count % COMPARED_EVERY == 0 or self._count & (self._count - 1) == 0:
-            right = self._surely(text)
+            right = self._reference_ids(text)
             if not np.array_equal(ids, right):
                 logger.warning("fastokens gave a text other ids than tokenizers; it is not asked any more")
                 self._quick = None
             return right
         return ids
 
-    def _surely(self, text: str) -> Ids:
+    def _reference_ids(self, text: str) -> TokenIds:
         if len(text) < LONG or self.tokenizer.truncation is not None:
             return _whole(self.tokenizer, text)
         parts = list(_pieces(self.tokenizer, text))
@@ -121,13 +120,23 @@ class TextEncoder:
             part *= 4
 
 
+@contextlib.contextmanager
+def panics_as(kind: type[RollbookError], what: str) -> Iterator[None]:
+    """Raise a panic of the tokenizers' Rust, which is no Exception, as an error of ours."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {error}; copy the model anew") from error
+
+
 def read_quick(file: Path) -> fastokens.Tokenizer | None:
     """A `tokenizer.json` for `fastokens`; None where that cannot read it. Other threads go on meanwhile."""
     try:
-        quick = fastokens.Tokenizer.from_file(str(file))
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
+        with panics_as(ModelError, f"{file}: cannot be read"):
+            quick = fastokens.Tokenizer.from_file(str(file))
+    except Exception as error:  # fastokens raises no narrower one
         logger.debug("fastokens cannot read %s: %r", file, error)
         return None
     quick.enable_segment_cache(SEGMENTS_BYTES)
@@ -158,18 +167,18 @@ def trial_texts() -> Iterator[str]:
             yield " ".join(rng.choices(pieces, k=length))
 
 
-def _quickly(quick: fastokens.Tokenizer, text: str) -> Ids:
+def _quick_ids(quick: fastokens.Tokenizer, text: str) -> TokenIds:
     ids, _ = quick.encode_batch_flat([text])
     return np.frombuffer(ids, "<i4")
 
 
-def _whole(tokenizer: Tokenizer, text: str) -> Ids:
+def _whole(tokenizer: Tokenizer, text: str) -> TokenIds:
     # The "fast" one leaves out offsets, which are not needed: a fifth less time, the same ids.
     [encoded] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     return np.asarray(encoded.ids, np.int32)
 
 
-def _pieces(tokenizer: Tokenizer, text: str) -> Iterator[Ids | None]:
+def _pieces(tokenizer: Tokenizer, text: str) -> Iterator[TokenIds | None]:
     """The ids of one piece after the other; None at last where one has no place to be cut."""
     begin = 0
     while len(text) - begin > PIECE + MARGIN:

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from rollbook.engines.model_files import MANIFEST, is_sharded
 from rollbook.engines.weights.digests import Tensors, digest_tensors, line_of, read_weights, stream_files
-from rollbook.store.digest import combine, is_tree
+from rollbook.store.digest import is_tree
 from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.safe_paths import place_inside, reading, refuse_no_plain
@@ -40,6 +40,7 @@ from rollbook.train.checkpoints.directory import (
     building_beside,
     checkpoint_name,
     copy_along,
+    digest_of,
     free_name,
     hashes,
     make_durable,
@@ -142,8 +143,8 @@ def write_checkpoint(
             what: _save(t, building / file, tree=what in TREES) for (what, file), t in beside if t is not None
         }
         size = size_of(building)
-        state = None if optimizer is None else combine(lines["optimizer"].values(), tree=True)
-        digests = combine(saved.values()), state
+        state = None if optimizer is None else digest_of("optimizer", lines["optimizer"])
+        digests = digest_of("weights", saved), state
         record = CheckpointWritten(policy, version, str(name), *digests, phase, size)
         manifest = manifest_of(run, record, {"weights": saved} | lines)
         manifest |= {} if adapter is None else {LORA: adapter.lora.described}

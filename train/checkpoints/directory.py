@@ -71,9 +71,13 @@ def manifest_of(run: str, record: CheckpointWritten, lines: Mapping[str, dict[st
     manifest: Json = {"run": run, "policy": record.policy, "policy_version": record.policy_version}
     manifest |= {"optimizer_digest": None, TENSORS["optimizer"]: {}}
     for what, of_tensors in lines.items():
-        digest = combine(of_tensors.values(), tree=what in TREES)
-        manifest |= {f"{what}_digest": digest, TENSORS[what]: hashes(of_tensors)}
+        manifest |= {f"{what}_digest": digest_of(what, of_tensors), TENSORS[what]: hashes(of_tensors)}
     return manifest
+
+
+def digest_of(what: str, lines: Mapping[str, str]) -> str:
+    """The digest of the tensors of one of `TENSORS`, which have these lines."""
+    return combine(lines.values(), tree=what in TREES)
 
 
 def hashes(lines: Mapping[str, str]) -> dict[str, str]:

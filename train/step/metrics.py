@@ -54,8 +54,8 @@ class TokenValues:
         places = torch.from_numpy(np.flatnonzero(mask))  # known here, which a device would be waited for
         for name, tensor in values.items():
             if tensor is not None:
-                at = places.to(tensor.device, non_blocking=True)
-                getattr(self, name).append(tensor.detach().reshape(-1)[at])
+                places = places.to(tensor.device, non_blocking=True)  # once: all are on one device
+                getattr(self, name).append(tensor.detach().reshape(-1)[places])
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All that was collected."""

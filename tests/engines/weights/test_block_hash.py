@@ -17,8 +17,8 @@ from rollbook.store.digest import BLOCK_BYTES, tree_hash
 torch = pytest.importorskip("torch")
 
 from rollbook.engines.weights.block_hash import block_hashes  # noqa: E402
+from rollbook.engines.weights.device_hashes import hash_there, lines_of  # noqa: E402
 from rollbook.engines.weights.digests import line_of, lines_of_stream  # noqa: E402
-from rollbook.engines.weights.hashed_there import hashed_there, lines_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -64,7 +64,7 @@ def test_tensors_have_the_lines_of_their_bytes(dtype: str, beyond: int, blocks: 
     width = 4 if dtype in ("bfloat16", "float16") else torch.empty(0, dtype=kind).element_size()
     count = max(blocks * BLOCK_BYTES // width + beyond, 0)
     tensor = (torch.randn(count, generator=torch.Generator().manual_seed(1)) * 100).to(kind)
-    assert lines_of([hashed_there("t", tensor)]) == [line_of("t", tensor, tree=True)]
+    assert lines_of([hash_there("t", tensor)]) == [line_of("t", tensor, tree=True)]
 
 
 def test_many_tensors_at_once() -> None:
@@ -72,7 +72,7 @@ def test_many_tensors_at_once() -> None:
     rng = torch.Generator().manual_seed(2)
     whole = torch.randn(300, 400, generator=rng)
     tensors = {"a": whole, "b": whole[:, ::2], "c": whole.T, "d": torch.tensor(3.0), "e": whole.bfloat16()}
-    hashed = lines_of([hashed_there(name, tensor) for name, tensor in tensors.items()])
+    hashed = lines_of([hash_there(name, tensor) for name, tensor in tensors.items()])
     assert hashed == [line_of(name, tensor, tree=True) for name, tensor in tensors.items()]
     assert sorted(hashed) == sorted(lines_of_stream(tensors.items(), tree=True))
     assert len({line.rsplit(" ", 1)[1] for line in hashed}) == len(tensors)
@@ -82,7 +82,7 @@ def test_what_is_hashed_may_change_afterwards() -> None:
     """The next step may write over a tensor before its line is asked for."""
     tensor = torch.arange(40_000.0)
     line = line_of("t", tensor, tree=True)
-    hashed = hashed_there("t", tensor)
+    hashed = hash_there("t", tensor)
     tensor.zero_()
     assert lines_of([hashed]) == [line]
 

@@ -278,7 +278,7 @@ def part(answer: Json, prompt: Prompt, policy: str, routing: Routing | None, ver
         meta = answer["meta_info"]
         entries = meta["output_token_logprobs"]
         ids = [entry[1] for entry in entries]
-        logprobs = np.asarray([_number(entry[0]) for entry in entries], dtype=np.float32)
+        logprobs = np.asarray([entry[0] for entry in entries], dtype=np.float32)  # null is not a number
         if ids != list(answer["output_ids"]):
             raise EngineError("the server's output_ids and output_token_logprobs are not of the same tokens")
         result = Part(

@@ -21,7 +21,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HashedThere:
+class DeviceHashes:
     """A tensor's hashes, on its device.
 
     Attributes:
@@ -36,7 +36,7 @@ class HashedThere:
     rest: torch.Tensor
 
 
-def hashed_there(name: str, tensor: torch.Tensor) -> HashedThere:
+def hash_there(name: str, tensor: torch.Tensor) -> DeviceHashes:
     """Begin to hash a tensor on its device. It may change once what its device is given later runs."""
     flat = tensor.detach().contiguous().reshape(-1)
     narrow = flat.dtype in _NARROW
@@ -47,7 +47,7 @@ def hashed_there(name: str, tensor: torch.Tensor) -> HashedThere:
     rest = flat[whole:].float() if narrow else flat[whole:]
     dtype = "float32" if narrow else str(flat.dtype).removeprefix("torch.")
     # A copy: its view would keep the tensor's memory.
-    return HashedThere(name, dtype, tuple(tensor.shape), blocks, rest.view(torch.uint8).clone())
+    return DeviceHashes(name, dtype, tuple(tensor.shape), blocks, rest.view(torch.uint8).clone())
 
 
 def _parts(flat: torch.Tensor, narrow: bool) -> Iterator[torch.Tensor]:
@@ -61,7 +61,7 @@ def _parts(flat: torch.Tensor, narrow: bool) -> Iterator[torch.Tensor]:
         yield part.float()
 
 
-def lines_of(hashed: Sequence[HashedThere]) -> list[str]:
+def lines_of(hashed: Sequence[DeviceHashes]) -> list[str]:
     """The lines of tensors of one device, which is waited for once."""
     if not hashed:
         return []

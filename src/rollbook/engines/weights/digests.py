@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from rollbook.engines.model_files import check_unchanged, origin_of, weight_files
-from rollbook.engines.weights.hashed_there import HashedThere, hashed_there, lines_of
+from rollbook.engines.weights.device_hashes import DeviceHashes, hash_there, lines_of
 from rollbook.store.digest import combine, is_tree, tensor_line
 from rollbook.store.errors import ModelError
 from rollbook.store.safe_paths import reading
@@ -80,14 +80,14 @@ def lines_of_stream(
         look: called with each tensor first.
     """
     lines: list[str] = []
-    there: list[HashedThere] = []
+    there: list[DeviceHashes] = []
     waiting: deque[Future[str]] = deque()
     with ThreadPoolExecutor(max(HASHERS.values())) as pool:
         for name, tensor in tensors:
             if look is not None:
                 look(name, tensor)
             if tree and tensor.is_cuda:
-                there.append(hashed_there(name, tensor))
+                there.append(hash_there(name, tensor))
                 continue
             if tensor.nbytes < LARGE:
                 lines.append(line_of(name, tensor, tree=tree))
