@@ -258,12 +258,12 @@ def test_errors_in_the_middle_of_the_buckets(peer: Make) -> None:
 def test_a_route_that_hangs(peer: Make) -> None:
     """It answers after so many seconds; others answer at once."""
     server = peer()
-    server.post("/scripted/fault", route="/pause_generation", kind="hang", seconds=3)
+    server.post("/scripted/fault", route="/pause_generation", kind="hang", seconds=10)
     with pytest.raises(httpx.ReadTimeout):
         server.client.post("/pause_generation", json={}, timeout=0.1)
     begun = time.monotonic()
     assert server.version() == "default"
-    assert time.monotonic() - begun < 2.5
+    assert time.monotonic() - begun < 9
     assert server.post("/pause_generation")["status"] == "ok"
 
 

@@ -134,7 +134,7 @@ def test_an_engine_answers_what_was_not_recorded(by_engine: Recording, play: Pla
 def test_timing_takes_as_long_as_it_took(by_engine: Recording, play: Play, stream: bool) -> None:
     """Only where it is asked for."""
     cassette = by_engine.cassette("chat")
-    slow = [replace(r, took_s=0.4) for r in cassette.requests]
+    slow = [replace(r, took_s=1.5) for r in cassette.requests]
     cassette._requests[:] = slow
     took = {}
     for timing in (False, True):
@@ -142,7 +142,7 @@ def test_timing_takes_as_long_as_it_took(by_engine: Recording, play: Play, strea
         began = time.monotonic()
         assert _ask(url, stream=stream).status_code == 200
         took[timing] = time.monotonic() - began
-    assert took[False] < 0.3 < took[True] < 1.5
+    assert took[False] < 1.4 < took[True] < 20
 
 
 def test_a_program_that_records_itself_runs_unchanged(by_engine: Recording, play: Play) -> None:

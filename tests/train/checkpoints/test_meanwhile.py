@@ -120,7 +120,15 @@ def test_a_full_disk(recorded: Stores, monkeypatch: pytest.MonkeyPatch, error: i
     log = recorded()
     settings = fabric.config(fabric.SFT, steps=8, checkpoint_every=4, checkpoint=way)
     with monkeypatch.context() as patch, _held(patch, 4, OSError(error, os.strerror(error))) as go:
-        _after(patch, 5, go.set)
+
+        def fails() -> None:
+            go.set()
+            until = time.monotonic() + 60  # on a busy machine all steps might be over before it has failed
+            while len(list(_policy(log).iterdir())) > 1:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+
+        _after(patch, 5, fails)
         message = rf"has no room for the checkpoint {_policy(log)}/v00000004 \("
         with pytest.raises(ShortageError, match=message):
             fabric.train(log, settings)
