@@ -326,7 +326,8 @@ def test_signals_end_it_cleanly(started: Callable[..., subprocess.Popen[str]], s
 
 LOADED_THEN_STOPPED = """
 import enum, os, signal, sys
-from rollbook.cli.errors import run
+from rollbook.cli import errors
+errors.PATIENCE_S = 50
 set_value, values = enum.EnumType.__setattr__, []
 def set_and_stop(cls, name, value):
     values.append(name)
@@ -340,7 +341,7 @@ def command():
         signal.pause()
     finally:
         print("went on", len(values) > 5)
-run(command)
+errors.run(command)
 """
 """A command that is stopped while DuckDB's native code makes its enumerations, which calls Python."""
 
