@@ -43,8 +43,7 @@ def layer_of(shape: ModelShape) -> Any:
     within, norms = layer.submodules, {"q_layernorm": norm, "k_layernorm": norm} if shape.qk_norm else {}
     attention = replace(within.self_attention.submodules, core_attention=PackedAttention, **norms)
     within.self_attention.submodules = attention
-    if shape.two_rotations:
-        within.self_attention.module = RotatedByKind
+    within.self_attention.module = RotatedAttention
     layer.submodules = replace(within, input_layernorm=norm, pre_mlp_layernorm=norm)
     if shape.output_norms:
         layer.module = OutputNormLayer
@@ -110,19 +109,22 @@ class Rotations(RotaryEmbedding):
         return torch.cat(both, 1)
 
 
-class RotatedByKind(SelfAttention):
-    """Megatron's attention, which takes the angles for its kind of layer from `Rotations`."""
+class RotatedAttention(SelfAttention):
+    """Megatron's attention, with the angles for its kind of layer, and of packed samples for each token."""
 
     def forward(
         self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output of attention [T, B, hidden], and no bias."""
-        windowed = int(
-            is_layer_window_attention(
-                self.config.window_size, self.config.window_attn_skip_freq, self.layer_number
+        angles, packed = kwargs["rotary_pos_emb"], kwargs.get("packed_seq_params")
+        if angles.shape[1] > 1:  # of `Rotations`
+            windowed = int(
+                is_layer_window_attention(
+                    self.config.window_size, self.config.window_attn_skip_freq, self.layer_number
+                )
             )
-        )
-        kwargs["rotary_pos_emb"] = kwargs["rotary_pos_emb"][:, windowed : windowed + 1]
+            angles = angles[:, windowed : windowed + 1]
+        kwargs["rotary_pos_emb"] = angles if packed is None else angles[packed.positions]
         output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
             hidden_states, attention_mask, **kwargs
         )

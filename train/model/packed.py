@@ -51,25 +51,31 @@ def pack(micro: MicroBatch, device: torch.device, multiple: int = 1) -> Pack:
     places = (row, columns, np.flatnonzero(next_trained[real]), rows)
     placed = [torch.from_numpy(array).to(device, non_blocking=True) for array in places]
     tokens, positions, before, at = placed
-    return Pack(tokens[None], positions[None], documents(ends, device), before, at)
+    return Pack(tokens[None], positions[None], documents(ends, positions), before, at)
 
 
-def documents(ends: npt.NDArray[np.int64], device: torch.device) -> Any:
-    """The documents in a pack, given their ends, as Megatron's `PackedSeqParams`; the first end is
-    0."""
+def documents(ends: npt.NDArray[np.int64], positions: torch.Tensor) -> Any:
+    """The documents in a pack, as Megatron's `PackedSeqParams`.
+
+    Megatron is told of one, and gets the angles of each token from `layer.RotatedAttention`: it would rotate
+    document by document, and each layer would wait for the device four times to know where they end.
+
+    Args:
+        ends: of the documents; the first one is 0.
+        positions: int64 [P] of the tokens, each in its document.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    cumulative = torch.from_numpy(ends.astype(np.int32)).to(device, non_blocking=True)
-    # Not the pack's length: with it, rotary positions would run on from one document to the next.
-    longest = int(np.diff(ends).max())
+    whole = torch.tensor([0, len(positions)], dtype=torch.int32)
+    longest = int(np.diff(ends).max())  # so many positions get angles
     params = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=cumulative,
-        cu_seqlens_kv=cumulative,
+        cu_seqlens_q=whole,
+        cu_seqlens_kv=whole,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    params.ends = ends.tolist()  # on the host: else every layer waits for them
+    params.ends, params.positions = ends.tolist(), positions
     return params
 
 
