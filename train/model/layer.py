@@ -124,7 +124,7 @@ class RotatedAttention(SelfAttention):
                 )
             )
             angles = angles[:, windowed : windowed + 1]
-        kwargs["rotary_pos_emb"] = angles if packed is None else angles[packed.positions]
+        kwargs["rotary_pos_emb"] = angles if packed is None else angles[packed.positions, 0]
         output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
             hidden_states, attention_mask, **kwargs
         )

@@ -57,8 +57,8 @@ def pack(micro: MicroBatch, device: torch.device, multiple: int = 1) -> Pack:
 def documents(ends: npt.NDArray[np.int64], positions: torch.Tensor) -> Any:
     """The documents in a pack, as Megatron's `PackedSeqParams`.
 
-    Megatron is told of one, and gets the angles of each token from `layer.RotatedAttention`: it would rotate
-    document by document, and each layer would wait for the device four times to know where they end.
+    Megatron is not told where they end, and gets the angles of each token from `layer.RotatedAttention`: it
+    would rotate document by document, and each layer would wait for the device four times.
 
     Args:
         ends: of the documents; the first one is 0.
@@ -66,12 +66,9 @@ def documents(ends: npt.NDArray[np.int64], positions: torch.Tensor) -> Any:
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    whole = torch.tensor([0, len(positions)], dtype=torch.int32)
     longest = int(np.diff(ends).max())  # so many positions get angles
     params = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=whole,
-        cu_seqlens_kv=whole,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

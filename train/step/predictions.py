@@ -3,6 +3,7 @@ log-probabilities and entropies of tokens, or a reward model's scores and their 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -24,42 +25,50 @@ def logprobs_of(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
 class Predictions:
     """The policy's distributions for the tokens of a micro-batch.
 
+    Which ones are trained is known on the host, so no device is waited for.
+
     Args:
         logits: [B, T, V]; or of a packed micro-batch [N, V], of its N trained tokens.
     """
 
     def __init__(self, logits: torch.Tensor, micro: MicroBatch) -> None:
-        self._device, packed = logits.device, micro.lengths is not None
-        self._mask = self._placed(micro.loss_mask[:, 1:]) if packed else None
-        if self._mask is None:
+        self._device, self._places = logits.device, None
+        if micro.lengths is None:
             self._distributions = log_distributions(logits, self._placed(micro.temperatures))
             self._tokens = self._placed(micro.tokens)
         else:
-            self._distributions = row_distributions(
-                logits, self._placed(micro.temperatures[:, 1:])[self._mask]
-            )
-            self._tokens = self._placed(micro.tokens[:, 1:])[self._mask]
+            mask = micro.loss_mask[:, 1:]
+            self._shape, self._places = mask.shape, self._placed(np.flatnonzero(mask))
+            self._distributions = self._of_rows(logits, micro.temperatures[:, 1:][mask])
+            self._tokens = self._placed(micro.tokens[:, 1:][mask])
 
     def logprobs(self) -> torch.Tensor:
         """Log-probability of each actual token, [B, T - 1]; of a packed micro-batch 0 where none is
         trained."""
-        if self._mask is None:
+        if self._places is None:
             return picked(self._distributions, self._tokens)
         return self._spread(self._distributions.gather(-1, self._tokens.unsqueeze(-1)).squeeze(-1))
 
     def entropies(self) -> torch.Tensor:
         """Entropy of each distribution in nats, [B, T - 1]; of a packed micro-batch 0 where no token is
         trained."""
-        if self._mask is None:
+        if self._places is None:
             return entropies(self._distributions)
-        rows = [-(some.exp() * some).sum(-1) for some in self._distributions.split(ROWS)]
+        rows = [-(some.exp() * some).sum(-1) for some in torch.split(self._distributions, ROWS)]
         return self._spread(torch.cat(rows))
 
     def _spread(self, values: torch.Tensor) -> torch.Tensor:
         """Values of trained tokens [N] at their places, [B, T - 1]."""
-        assert self._mask is not None
-        placed = torch.zeros(self._mask.shape, dtype=values.dtype, device=self._device)
-        return placed.index_put((self._mask,), values)
+        assert self._places is not None
+        placed = torch.zeros(math.prod(self._shape), dtype=values.dtype, device=self._device)
+        return placed.index_put((self._places,), values).view(self._shape)
+
+    def _of_rows(self, logits: torch.Tensor, temperatures: npt.NDArray[np.float32]) -> torch.Tensor:
+        """Log-probabilities of every token in one place each, float32 [N, V]; `temperatures` are [N]."""
+        scaled = logits.float()
+        if (temperatures != 1).any():  # else the same bits, and one copy of the logits less
+            scaled = scaled / self._placed(temperatures).unsqueeze(-1)
+        return scaled.log_softmax(-1)
 
     def _placed(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
@@ -107,14 +116,6 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperatures: tor
 def log_distributions(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of every token in the next place, float32 [B, T - 1, V]."""
     scaled = logits[:, :-1].float() / temperatures[:, 1:].unsqueeze(-1)
-    return scaled.log_softmax(-1)
-
-
-def row_distributions(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of every token in one place each, float32 [N, V]; `temperatures` are [N]."""
-    scaled = logits.float()
-    if bool((temperatures != 1).any()):  # else the same bits, and one copy of the logits less
-        scaled = scaled / temperatures.unsqueeze(-1)
     return scaled.log_softmax(-1)
 
 

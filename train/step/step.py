@@ -310,12 +310,12 @@ def loss_inputs(
         return None if array is None else placed(array)
 
     old, behaviour = placed_if_any(micro.old_logprobs), placed(micro.rollout_logprobs)
-    mask = placed(micro.loss_mask)
+    mask = micro.loss_mask[:, 1:]
     return LossInputs(
         logprobs,
         behaviour if old is None else old,
         placed(micro.advantages),
-        mask,
+        placed(micro.loss_mask),
         behaviour,
         Totals(int(mask.sum()), int(mask.any(-1).sum())) if totals is None else totals,
         weights=placed_if_any(micro.weights),
