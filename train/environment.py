@@ -27,6 +27,7 @@ from rollbook.store import Store
 from rollbook.store.digest import digest_json
 from rollbook.store.events import Json, RunOpened
 from rollbook.train.algorithms.parts import sources
+from rollbook.train.model.varlen import FLASH
 from rollbook.train.source_files import file_digests, source_digests
 
 _INSTRUCTIONS = (
@@ -265,12 +266,13 @@ def fingerprint(
     parallel: Json | None = None,
     *,
     dtype: str = "float32",
+    flash: bool = False,
 ) -> Json:
     """Everything known to change bits: versions and sources, processor, threads, flags, variables,
     parallel layout, and the sources of an algorithm's parts that are not Rollbook's.
 
     What cannot change in a process is looked up once: the first call takes some 50 ms, the next
-    well under 1 ms.
+    well under 1 ms. `flash` as of `Build`.
     """
     facts: Json = {
         **_of_process(),
@@ -285,9 +287,16 @@ def fingerprint(
     }
     if own := sources(algorithm or {}):
         facts["parts"] = own
+    if flash:
+        facts["flags"]["attention"] = FLASH
     if device.type == "cuda":
         facts["gpu"] = _gpu(device)
     return facts
+
+
+def took_flash(environment: Json) -> bool:
+    """Whether a step took the attention of packed samples by `varlen`, by its fingerprint."""
+    return (environment.get("flags") or {}).get("attention") == FLASH
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from rollbook.store import Store
 from rollbook.store.errors import ReplayError
 from rollbook.store.events import Json, RunOpened, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History
+from rollbook.train.environment import took_flash
 from rollbook.train.resume.promise import Promise, promise
 from rollbook.train.tenants.base import Base, load_base
 from rollbook.train.tenants.bodies import sent_body
@@ -48,7 +49,7 @@ def replay_operations(
         ModelError: the base model cannot be built.
     """
     opened = _opening(log, history.run, step.planned)
-    base = _base(opened.config)
+    base = _base(opened)
     here = promise(opened.environment, base.environment())
     say(here)
     model = next(m for m in fold_operations(log).operations.models.values() if m.run == history.run)
@@ -73,10 +74,10 @@ def _opening(log: Store, run: str, plan: StepPlanned) -> RunOpened:
     return opening
 
 
-def _base(config: Json) -> Base:
-    folder = Path(config["base"])
+def _base(opened: RunOpened) -> Base:
+    config, folder = opened.config, Path(opened.config["base"])
     how = {key: config[key] for key in ("device", "dtype", "threads", "recompute")}
-    base = load_base(config["base_model"], folder, **how)
+    base = load_base(config["base_model"], folder, **how, flash=took_flash(opened.environment))
     if base.digest != config["weights_digest"]:
         was = config["weights_digest"]
         raise ReplayError(

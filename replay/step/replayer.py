@@ -51,9 +51,10 @@ from rollbook.train.checkpoints.checkpoint import Adapter, Checkpoint
 from rollbook.train.config.config import Dtype, OptimizerConfig
 from rollbook.train.config.lora import recorded_lora
 from rollbook.train.config.parallel import recorded_parallel
-from rollbook.train.environment import fingerprint, with_files
+from rollbook.train.environment import fingerprint, took_flash, with_files
 from rollbook.train.model.model import Build, choose_device, set_deterministic
 from rollbook.train.model.shape import ModelShape
+from rollbook.train.model.varlen import serves
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.resume.promise import Promise, promise
@@ -420,7 +421,8 @@ def promised(log: Store, run: str, plan: StepPlanned, *, one_rank: bool) -> Prom
 
 def _fingerprint(plan: StepPlanned, layout: Json) -> Json:
     """The fingerprint that a step would get here."""
-    return fingerprint(device_like(plan), plan.algorithm, layout, dtype=plan.environment["dtype"])
+    how = _build_like(plan)
+    return fingerprint(how.device, plan.algorithm, layout, dtype=how.dtype, flash=how.flash)
 
 
 def made_for(plan: StepPlanned, *, one_rank: bool) -> Json:
@@ -438,6 +440,7 @@ def made_for(plan: StepPlanned, *, one_rank: bool) -> Json:
         "parallel": {} if one_rank else environment.get("parallel") or {},
         "dtype": environment["dtype"],
         "device": str(environment["device"]).split(":")[0],
+        "flash": took_flash(environment),
     }
 
 
@@ -489,8 +492,7 @@ def policies(
     Args:
         names: by which the ranks know the policy and its critic.
     """
-    threads = int(plan.environment["threads"])
-    how = Build(1, device_like(plan), plan.seed, threads, dtype)
+    how = replace(_build_like(plan), dtype=dtype)
     optimizer = OptimizerConfig.model_validate_json(orjson.dumps(plan.optimizer))
     lora = None if plan.lora is None else recorded_lora(plan.lora)
     own = replace(how, lora=None if lora is None else lora.config)
@@ -501,6 +503,13 @@ def policies(
         settings = recorded_critic(plan)
         critic = restored_critic(ranks, shape, settings, held, how, goes_on=goes_on, name=names[1])
     return policy, Experiences(policy, references, critic)
+
+
+def _build_like(plan: StepPlanned) -> Build:
+    """How a step computed, as far as it can be computed so here."""
+    recorded, device = plan.environment, device_like(plan)
+    how = Build(1, device, plan.seed, int(recorded["threads"]), recorded["dtype"])
+    return replace(how, flash=took_flash(recorded) and serves(device, how.type))
 
 
 def device_like(plan: StepPlanned) -> torch.device:

@@ -104,7 +104,7 @@ class Trainer:
         """Committed steps on the rollout batch that is or was last in hand."""
         self._looked = time.monotonic()
         self._spent = Spent()
-        self.environment = fingerprint_of(config, ranks)
+        self.environment = fingerprint_of(config, state.how, ranks)
         """The fingerprint of what its steps run in."""
         if state.base.record.policy_version == self.version:
             self._publisher.restored(self.version)

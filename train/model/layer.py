@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollbook.train.model.reshard import RankLayout
 from rollbook.train.model.shape import ModelShape, Yarn
+from rollbook.train.model.varlen import attend, takes
 
 
 def norm_of(shape: ModelShape) -> type[Norm]:
@@ -163,8 +164,9 @@ class PackedAttention(DotProductAttention):
     of tokens.
 
     Each sample attends only to itself, and to the sinks of heads where there are any. Keys and
-    values are not repeated for the query heads that share them. In a layer with a window a
-    sample is processed in parts as long as the window, each with the keys that it sees.
+    values are not repeated for the query heads that share them. Where one kernel does not take all
+    of a pack (`varlen`), samples get it one by one; in a layer with a window in parts as long as the
+    window, each with the keys that it sees.
     """
 
     def forward(
@@ -181,6 +183,15 @@ class PackedAttention(DotProductAttention):
         own."""
         if packed_seq_params is None:
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias)
+        if packed_seq_params.flash is not None and takes(query.shape[-1], query.dtype):
+            window = self.scale_mask_softmax.window_size
+            output = attend(
+                *(query, key, value, packed_seq_params.flash),
+                scale=self.softmax_scale,
+                before=None if window is None else window[0],
+                sinks=self.softmax_offset,
+            )
+            return output.reshape(query.shape[0], -1)
         ends = packed_seq_params.ends
         lengths = [end - start for start, end in pairwise(ends)]
         split = zip(

@@ -53,6 +53,7 @@ class Build:
         lora: the low-rank factors that are trained in place of its weights; None: the weights
             are.
         trains: whether it is trained; else it has neither gradients nor an optimizer.
+        flash: whether attention of packed samples is that of `varlen`.
     """
 
     steps: int
@@ -65,6 +66,7 @@ class Build:
     distributed_optimizer: bool = False
     lora: LoraConfig | None = None
     trains: bool = True
+    flash: bool = False
 
     @property
     def type(self) -> torch.dtype:

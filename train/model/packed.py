@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from rollbook.train.batches.batch import MicroBatch
+from rollbook.train.model.varlen import Documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,12 @@ class Pack:
     rows: torch.Tensor
 
 
-def pack(micro: MicroBatch, device: torch.device, multiple: int = 1) -> Pack:
+def pack(micro: MicroBatch, device: torch.device, multiple: int = 1, *, flash: bool = False) -> Pack:
     """The samples of a micro-batch as one row.
 
     Args:
         multiple: the row's length is a multiple of it: zeros fill it up, as one more document.
+        flash: whether attention is that of `varlen`, where it takes it.
     """
     assert micro.lengths is not None
     real = np.arange(micro.tokens.shape[1]) < micro.lengths[:, None]
@@ -51,10 +53,10 @@ def pack(micro: MicroBatch, device: torch.device, multiple: int = 1) -> Pack:
     places = (row, columns, np.flatnonzero(next_trained[real]), rows)
     placed = [torch.from_numpy(array).to(device, non_blocking=True) for array in places]
     tokens, positions, before, at = placed
-    return Pack(tokens[None], positions[None], documents(ends, positions), before, at)
+    return Pack(tokens[None], positions[None], documents(ends, positions, flash=flash), before, at)
 
 
-def documents(ends: npt.NDArray[np.int64], positions: torch.Tensor) -> Any:
+def documents(ends: npt.NDArray[np.int64], positions: torch.Tensor, *, flash: bool = False) -> Any:
     """The documents in a pack, as Megatron's `PackedSeqParams`.
 
     Megatron is not told where they end, and gets the angles of each token from `layer.RotatedAttention`: it
@@ -63,6 +65,7 @@ def documents(ends: npt.NDArray[np.int64], positions: torch.Tensor) -> Any:
     Args:
         ends: of the documents; the first one is 0.
         positions: int64 [P] of the tokens, each in its document.
+        flash: as of `pack`.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -72,7 +75,10 @@ def documents(ends: npt.NDArray[np.int64], positions: torch.Tensor) -> Any:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    params.ends, params.positions = ends.tolist(), positions
+    params.ends, params.positions, params.flash = ends.tolist(), positions, None
+    if flash:
+        placed = torch.from_numpy(ends.astype(np.int32)).to(positions.device, non_blocking=True)
+        params.flash = Documents(placed, longest)
     return params
 
 

@@ -55,7 +55,7 @@ class TrainablePolicy:
             self._schedule = _schedule(self._parts.optimizer, optimizer, how.steps)
         self._wanted = optimizer
         self._stepped = stepped_of(self._parts.module, self._parts.optimizers)
-        self.lora = how.lora
+        self.lora, self._flash = how.lora, how.flash
         self.layout, self.distributed_optimizer = self._parts.layout, how.distributed_optimizer
         self._aside: list[torch.Tensor] = []
         self._digests = KeptDigests()
@@ -370,7 +370,7 @@ class TrainablePolicy:
         return self.layout.tensor if self.layout.sequence else 1
 
     def _packed_outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
-        packed = pack(micro, self.device, self._multiple)
+        packed = pack(micro, self.device, self._multiple, flash=self._flash)
         places = None if self.shape.scores else packed.before_trained
         with self._parts.output_places.only(places):
             output: torch.Tensor = model(

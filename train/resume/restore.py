@@ -35,10 +35,11 @@ from rollbook.train.batches.manifest_batch import begins, samples_at_cut
 from rollbook.train.checkpoints.checkpoint import Checkpoint, checkpoint_named
 from rollbook.train.config.config import CriticConfig, TrainConfig
 from rollbook.train.config.lora import LoraTraining
-from rollbook.train.environment import fingerprint, with_files
+from rollbook.train.environment import fingerprint, took_flash, with_files
 from rollbook.train.model.lora import fresh_factors
 from rollbook.train.model.model import Build, choose_device, set_deterministic
 from rollbook.train.model.shape import ModelShape, read_shape
+from rollbook.train.model.varlen import serves
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.resume.promise import promise
@@ -59,6 +60,7 @@ class Restored:
         base: the checkpoint that it was restored from.
         references: weights of earlier versions, and the process of the reference, if it has one.
         lora: the training of low-rank factors, if it is one.
+        how: it computes.
     """
 
     base: WholeCheckpoint
@@ -67,6 +69,7 @@ class Restored:
     experiences: Experiences
     references: References
     lora: LoraTraining | None
+    how: Build
 
 
 def restored(
@@ -105,14 +108,8 @@ def _restored(
     references: References,
 ) -> Restored:
     goes_on = whole.record.phase == phase and whole.held.optimizer is not None
-    how = Build(
-        config.steps,
-        choose_device(config.device),
-        config.seed,
-        config.threads,
-        config.dtype,
-        recompute=config.recompute,
-    )
+    between = history.between(whole.record, history.next_step)
+    how = _build(config, between)
     if config.reference_apart:
         references.apart = _apart(config, whole, how, ranks)
     policy = ranks.policy("actor", whole.shape, config.optimizer, replace(how, lora=config.lora))
@@ -123,10 +120,18 @@ def _restored(
     lora = _lora(config, whole, goes_on=goes_on)
     put_in_place(policy, whole.held, lora, references, goes_on=goes_on)
     check_exact(policy, whole.record, config)
-    state = Restored(whole, policy, critic, Experiences(policy, references, critic), references, lora)
-    _run_again(config, log, state, history.between(whole.record, history.next_step), ranks)
+    state = Restored(whole, policy, critic, Experiences(policy, references, critic), references, lora, how)
+    _run_again(config, log, state, between, ranks)
     set_deterministic(config.threads)
     return state
+
+
+def _build(config: TrainConfig, between: list[CommittedStep]) -> Build:
+    """How a training computes; what runs again first, and then goes on, as it did."""
+    device, threads = choose_device(config.device), config.threads
+    how = Build(config.steps, device, config.seed, threads, config.dtype, recompute=config.recompute)
+    as_before = not between or took_flash(between[-1].planned.environment)
+    return replace(how, flash=as_before and serves(device, how.type))
 
 
 def _apart(config: TrainConfig, whole: WholeCheckpoint, how: Build, ranks: Ranks) -> ReferenceProcess:
@@ -144,10 +149,10 @@ def _apart(config: TrainConfig, whole: WholeCheckpoint, how: Build, ranks: Ranks
     return ReferenceProcess(whole.shape, own, ranks.parallel, ranks.count)
 
 
-def fingerprint_of(config: TrainConfig, ranks: Ranks) -> Json:
+def fingerprint_of(config: TrainConfig, how: Build, ranks: Ranks) -> Json:
     """The fingerprint of the environment in which a training's steps run here."""
-    device, algorithm = choose_device(config.device), config.algorithm.model_dump()
-    return fingerprint(device, algorithm, ranks.described, dtype=config.dtype)
+    algorithm = config.algorithm.model_dump()
+    return fingerprint(how.device, algorithm, ranks.described, dtype=how.dtype, flash=how.flash)
 
 
 def _lora(config: TrainConfig, whole: WholeCheckpoint, *, goes_on: bool) -> LoraTraining | None:
@@ -167,16 +172,17 @@ def _run_again(
     try:
         for replayed in rerun_steps(log, state.policy, state.experiences, between, config.run):
             if replayed.first_difference is not None:
-                raise TrainError(f"{_difference_text(config, log, replayed, between, ranks)}, or {remedy}")
+                here = fingerprint_of(config, state.how, ranks)
+                raise TrainError(f"{_difference_text(config, log, replayed, between, here)}, or {remedy}")
     except ReplayError as error:
         raise TrainError(f"run {config.run!r} cannot be resumed: {error}; {remedy}") from error
 
 
 def _difference_text(
-    config: TrainConfig, log: Store, replayed: RerunStep, between: list[CommittedStep], ranks: Ranks
+    config: TrainConfig, log: Store, replayed: RerunStep, between: list[CommittedStep], fingerprinted: Json
 ) -> str:
     recorded = between[-1].planned.environment
-    here = promise(*with_files(log, config.run, recorded, fingerprint_of(config, ranks)))
+    here = promise(*with_files(log, config.run, recorded, fingerprinted))
     return (
         f"run {config.run!r} cannot be resumed here: running step {replayed.step} again differs in "
         f"{replayed.first_difference}. What may change bits here: "

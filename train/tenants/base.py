@@ -11,6 +11,7 @@ from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.environment import fingerprint
 from rollbook.train.model.model import Build, choose_device
 from rollbook.train.model.shape import read_shape
+from rollbook.train.model.varlen import serves
 from rollbook.train.ranks.backend import TrainablePolicy
 
 
@@ -31,17 +32,23 @@ class Base:
 
     def environment(self) -> Json:
         """Everything known to change bits, here and now."""
-        return fingerprint(self.how.device, dtype=self.how.dtype)
+        return fingerprint(self.how.device, dtype=self.how.dtype, flash=self.how.flash)
 
 
-def load_base(name: str, folder: Path, *, device: str, dtype: str, threads: int, recompute: bool) -> Base:
+def load_base(
+    name: str, folder: Path, *, device: str, dtype: str, threads: int, recompute: bool, flash: bool = True
+) -> Base:
     """Read a base model into memory.
+
+    Args:
+        flash: whether attention of packed samples may be that of `varlen`.
 
     Raises:
         ModelError: it cannot be trained.
     """
     shape, weights = read_shape(folder), read_weights(folder)
     how = Build(1, choose_device(device), 0, threads, dtype, recompute=recompute)
+    how = replace(how, flash=flash and serves(how.device, how.type))
     policy = TrainablePolicy(shape, OptimizerConfig(), replace(how, trains=False))
     policy.load_weights(weights)
     return Base(name, folder, digest_tensors(weights), policy, how)

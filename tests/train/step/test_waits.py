@@ -1,7 +1,7 @@
 """The forward and backward passes of packed samples never wait for their device.
 
-They run on torch's `meta` device, which has no numbers: whatever asks for one there, as a device would have to
-be waited for, fails.
+They run on torch's `meta` device, which has no numbers: whatever asks for one there, for which a device would
+have to be waited for, fails.
 """
 
 from __future__ import annotations
