@@ -132,7 +132,9 @@ def test_the_last_reward_comes_after_the_end() -> None:
 
 def test_a_reward_that_does_not_come() -> None:
     """After a while the others are used without it; at once, where its trajectory was aborted."""
-    stream = Stream(wait_s=0.05, algorithm={"name": "grpo", "groups": 1, "group_size": 3})
+    stream = Stream(
+        wait_s=0.05, idle_timeout_s=30.0, algorithm={"name": "grpo", "groups": 1, "group_size": 3}
+    )
     stream.group("g", 0, (0.0, 1.0, None))
     assert stream.take(0) == ["g0", "g1"]
     stream = Stream(algorithm={"name": "grpo", "groups": 1, "group_size": 3})
@@ -177,7 +179,7 @@ def test_a_groups_name_that_is_used_again(first: bool) -> None:
 
 def test_it_waits_no_longer_than_it_was_told() -> None:
     """What it waited for is too old then, and never used."""
-    stream = Stream(wait_s=0.03)
+    stream = Stream(wait_s=0.03, idle_timeout_s=30.0)
     stream.group("slow", 4, finished=False)
     stream.group("quick", 5)
     begun = time.monotonic()
@@ -199,7 +201,7 @@ def test_it_does_not_wait_for_a_group_that_is_not_all_there() -> None:
 
 def test_what_has_begun_without_a_token_is_as_old_as_what_was_served() -> None:
     """Under the version before, if it came while the last step was taken."""
-    stream = Stream(wait_s=0.03)
+    stream = Stream(wait_s=0.03, idle_timeout_s=30.0)
     stream.group("first", 4)
     assert stream.take(4) == ["first0", "first1"]
     stream.add(*(r for i in range(2) for r in fabric.records(f"slow{i}", [], group="s", finished=False)))
@@ -259,7 +261,7 @@ def test_flat_groups_that_make_a_whole_step_are_given_up() -> None:
 
 def test_a_group_without_rewards_is_waited_for() -> None:
     """A judge may be slow; not longer than it was told to wait."""
-    stream = Stream(wait_s=1.0, idle_timeout_s=0.02)
+    stream = Stream(wait_s=2.0, idle_timeout_s=0.02)
     stream.group("a", 5, rewards=(None, None))
     with pytest.raises(TrainError):
         stream.take(5)
@@ -269,7 +271,7 @@ def test_a_group_without_rewards_is_waited_for() -> None:
     stream.group("b", 5, rewards=(None, None))
     stream.group("c", 5)
     assert stream.take(5) == ["c0", "c1"]
-    time.sleep(1.0)
+    time.sleep(2.0)
     with pytest.raises(TrainError):
         stream.take(5)
     assert stream.gone() == [("b0", "no_reward"), ("b1", "no_reward")]

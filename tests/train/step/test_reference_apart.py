@@ -160,7 +160,7 @@ def test_it_ends_with_its_training() -> None:
         assert training.stdout is not None
         process = psutil.Process(int(training.stdout.readline()))
         training.kill()
-    process.wait(30)
+    process.wait(120)
 
 
 @pytest.mark.parametrize(
