@@ -326,4 +326,4 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
         assert httpx.get(f"{url}/server_info").json()["incremental_streaming_output"] is True
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)

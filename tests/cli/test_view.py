@@ -31,7 +31,7 @@ def test_it_serves_pages(store: Store) -> None:
             with client.stream("GET", "/view/live/lines") as lines:
                 assert any("first" in line for line in lines.iter_lines())
                 process.send_signal(signal.SIGINT)
-                assert process.wait(20) in (0, 130)
+                assert process.wait(60) in (0, 130)
     finally:
         process.kill()
         process.communicate()

@@ -107,7 +107,7 @@ def served(folder: Path, *options: object) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 def _answers(url: str) -> bool:

@@ -166,7 +166,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(20)
+        process.wait(60)
     for target in [*children, process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             target.kill()

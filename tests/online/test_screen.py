@@ -55,7 +55,7 @@ def test_it_speaks_while_the_log_is_read(
     read = threading.Event()
 
     def events() -> list[Event]:
-        read.wait(10)
+        read.wait(60)
         return []
 
     monkeypatch.setattr(screen, "_events", events)

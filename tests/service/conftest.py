@@ -131,7 +131,7 @@ class Service:
             program.communicate()
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(30)
+            self.process.wait(60)
 
 
 def begun(file: str, url: str, what: str, /, **options: Any) -> subprocess.Popen[str]:

@@ -71,7 +71,7 @@ class Refuses:
             return self.writer.append(events)
         self.refuses = False
         self.asked.set()
-        assert self.word.wait(30)
+        assert self.word.wait(60)
         failed = Future[int]()
         failed.set_exception(UnstorableError("too large"))
         return failed
@@ -85,7 +85,7 @@ def test_a_place_that_is_used_again_is_read_once(stage: Stage) -> None:
     refuses = Refuses(slow)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(slow.accept, 1)
-        assert refuses.asked.wait(10)
+        assert refuses.asked.wait(60)
         looking = pool.submit(other.journal.look)
         second = pool.submit(slow.accept, 2)
         time.sleep(0.1)
@@ -104,7 +104,7 @@ def test_one_that_cannot_be_stored_is_refused_alone(stage: Stage) -> None:
     refuses = Refuses(process)
     with ThreadPoolExecutor(4) as pool:
         large = pool.submit(process.accept, 1)
-        assert refuses.asked.wait(10)
+        assert refuses.asked.wait(60)
         others = [pool.submit(process.accept, number) for number in (2, 3)]
         refuses.word.set()
         with pytest.raises(UnstorableError):
@@ -206,7 +206,7 @@ def test_an_end_that_waits_when_its_process_ends(stage: Stage, monkeypatch: pyte
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr("rollbook.store.catalog.database.Database.write", away)
         ending = pool.submit(process.end, 1)
-        assert away.asked.wait(10)
+        assert away.asked.wait(60)
         process.journal.stop()
         process.journal.close()
         with pytest.raises(StoreError):
@@ -223,7 +223,7 @@ def test_one_that_stands_still_does_not_hold_others_up(stage: Stage, monkeypatch
     waits = stalled(still)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(still.accept, 1)
-        assert waits.asked.wait(10)
+        assert waits.asked.wait(60)
         with pytest.raises(CatalogError, match="stands still"):
             pool.submit(other.journal.look).result(10)
         third.journal.stop()
@@ -274,7 +274,7 @@ def test_a_worker_outlives_what_it_cannot_look_at(
     monkeypatch.setattr("rollbook.service.worker.LOOK_S", 0.05)
     monkeypatch.setattr(worker, "_do", lambda *_: done.set())
     worker.start()
-    assert done.wait(20)
+    assert done.wait(60)
     worker.stop()
 
 
@@ -383,7 +383,7 @@ def test_a_state_is_whole_whoever_wrote_it(
         def parts(building: Path) -> None:
             (building / "weights").write_text(who)
             reached[who].set()
-            assert go[who].wait(20)
+            assert go[who].wait(60)
             (building / "optimizer").write_text(who)
 
         return parts
@@ -394,9 +394,9 @@ def test_a_state_is_whole_whoever_wrote_it(
         ThreadPoolExecutor(2) as pool,
     ):
         doing = {"a": pool.submit(first)}
-        assert reached["a"].wait(10)
+        assert reached["a"].wait(60)
         doing["b"] = pool.submit(second)
-        assert reached["b"].wait(10)
+        assert reached["b"].wait(60)
         for who in sorted("ab", key=lambda name: name != ends_first):
             go[who].set()
             doing[who].result(10)

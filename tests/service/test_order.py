@@ -189,7 +189,7 @@ class Stalled:
     def append(self, events: Any) -> Future[int]:
         """Append once the word is given."""
         self.asked.set()
-        assert self.word.wait(30)
+        assert self.word.wait(60)
         if not self.fails:
             return self.writer.append(events)
         failed = Future[int]()
@@ -210,7 +210,7 @@ def test_others_wait_for_what_comes_before_theirs(stage: Stage) -> None:
     waits = stalled(slow)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(slow.accept, 1, "slow")
-        assert waits.asked.wait(10)
+        assert waits.asked.wait(60)
         second = pool.submit(other.accept, 1, "slow")
         with pytest.raises(TimeoutError):
             second.result(0.5)
@@ -243,7 +243,7 @@ def test_a_process_that_ends_in_between_stops_nobody(stage: Stage, appended: boo
     waits = stalled(dying)
     asking = threading.Thread(target=lambda: _swallow(dying), daemon=True)
     asking.start()
-    assert waits.asked.wait(10)
+    assert waits.asked.wait(60)
     if appended:
         taken = dying.order._taken if dying.order is not None else None
         assert taken is not None
@@ -273,7 +273,7 @@ def test_its_lane_goes_on_with_another_process(stage: Stage) -> None:
     waits = stalled(dying)
     asking = threading.Thread(target=lambda: _swallow(dying), daemon=True)
     asking.start()
-    assert waits.asked.wait(10)
+    assert waits.asked.wait(60)
     dying.die()
     again = stage.process("service-9")
     assert again.accept(1, "again")
@@ -328,7 +328,7 @@ def test_a_catalog_out_of_reach_loses_nothing(stage: Stage, monkeypatch: pytest.
         patch.setattr("rollbook.store.catalog.database.Database.write", away)
         ending = threading.Thread(target=lambda: ended.set_result(process.end(1)))
         ending.start()
-        assert away.asked.wait(10)
+        assert away.asked.wait(60)
         with pytest.raises(CatalogError, match="out of reach"):
             process.accept(2)
         assert not ended.done()

@@ -233,7 +233,7 @@ class Relay:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
-        self._ready.wait(10)
+        self._ready.wait(60)
         self.url = f"http://127.0.0.1:{self._port}"
 
     def _run(self) -> None:

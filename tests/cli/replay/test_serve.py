@@ -135,7 +135,7 @@ def test_it_prints_what_is_asked_and_what_was_not_recorded(recorded: Store) -> N
         process.send_signal(signal.SIGINT)
         stopped = next(lines)
         assert (stopped["event"], stopped["used"], len(stopped["misses"])) == ("stopped", 1, 1)
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130
     finally:
         process.kill()
         process.communicate()
@@ -160,7 +160,7 @@ def test_a_person_is_shown_the_difference(recorded: Store) -> None:
         ]
         process.send_signal(signal.SIGINT)
         assert process.stderr.readline().startswith("0 of 2 recorded requests were asked for, and 1 that")
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130
     finally:
         process.kill()
         process.communicate()

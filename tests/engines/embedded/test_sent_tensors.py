@@ -47,7 +47,7 @@ def _from_a_process(strategy: str, file: Path) -> list[tuple[str, torch.Tensor]]
         finally:
             sender.stdout.close()
             sender.stdin.close()
-            sender.wait(20)
+            sender.wait(60)
 
 
 def test_tensors_in_shared_memory_of_another_process(tmp_path: Path) -> None:

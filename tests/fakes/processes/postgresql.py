@@ -128,11 +128,11 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     """End the server and its connections at once; by force if that takes long."""
     process.send_signal(signal.SIGINT)
     try:
-        process.wait(20)
+        process.wait(60)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGQUIT)
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(20)
+            process.wait(60)

@@ -95,7 +95,7 @@ class Served:
         if self.process.poll() is None:
             self.interrupt()
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
         return self.process.returncode

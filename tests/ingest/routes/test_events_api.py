@@ -213,7 +213,7 @@ def test_new_events_wake_the_tail_and_come_once(server: Served, log: Store) -> N
                 writer.append([Event(TurnFailed("t", f"u{i}", "x"), "followed")]).result(30)
             begun = time.monotonic()
             while len(seen) <= i:
-                assert remote.wait(10)
+                assert remote.wait(60)
                 seen += [e.record.turn_id for e in remote.poll() if isinstance(e.record, TurnFailed)]
             assert time.monotonic() - begun < 30
             assert remote.cut() == log.head()
@@ -269,7 +269,7 @@ def test_what_the_client_is_told(server: Served) -> None:
         HttpTail(server.url, kinds=["turn.done"]) as remote,
         pytest.raises(RequestError, match="not understood"),
     ):
-        remote.wait(10)
+        remote.wait(60)
     nobody = f"http://127.0.0.1:{free_port()}"
     with HttpTail(nobody, patience_s=0.2) as remote:
         assert not remote.wait(0.01)

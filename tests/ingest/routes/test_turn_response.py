@@ -198,7 +198,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate, real = threading.Event(), os.fdatasync
 
     def fdatasync(fd: int) -> None:
-        gate.wait(10)
+        gate.wait(60)
         real(fd)
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)

@@ -661,7 +661,7 @@ def test_a_reply_waits_for_the_disk(
     gate, real = threading.Event(), os.fdatasync
 
     def fdatasync(fd: int) -> None:
-        gate.wait(10)
+        gate.wait(60)
         real(fd)
 
     async def scenario() -> None:

@@ -69,5 +69,5 @@ def test_pages_of_a_proxy(
         begun = time.monotonic()
         assert proxy.stop() in (0, 130)
         assert time.monotonic() - begun < 8
-    viewer.wait(20)
+    viewer.wait(60)
     assert not folder.exists()

@@ -241,7 +241,7 @@ def test_a_termination_ends_all(serve: Callable[..., Served], words: list[str]) 
     workers = children(served.process.pid)
     everybody = [*workers, *(child for worker in workers for child in children(worker))]
     served.process.send_signal(signal.SIGTERM)
-    assert served.process.wait(30) == 128 + signal.SIGTERM
+    assert served.process.wait(60) == 128 + signal.SIGTERM
     assert [pid for pid in everybody if Path(f"/proc/{pid}").exists()] == []
     assert len(everybody) == 3
     [turn] = store.open(served.path).trajectories().popitem()[1].turns.values()

@@ -188,7 +188,7 @@ def test_a_client_that_leaves_ends_the_upstreams_work(
     body = ENDPOINTS[path]["asks"] | {"stream": True}
     with passed.http.stream("POST", f"/t/t{path}", json=body) as reply:
         assert next(reply.iter_raw()) == data[:place]
-    assert upstream.left.wait(30)
+    assert upstream.left.wait(60)
     turn = passed.turn()
     done = turn.completed
     assert (done.finish_reason, turn.delivered, done.flags) == ("abort", None, ["text_only"])
@@ -206,7 +206,7 @@ def test_a_client_that_leaves_before_the_reply_begins(passed: Passed, upstream: 
     upstream.answers.append(answer)
     with pytest.raises(httpx.ReadTimeout):
         passed.post(CHAT, {"messages": [USER]}, timeout=0.3)
-    assert upstream.left.wait(30)
+    assert upstream.left.wait(60)
     turn = passed.turn()
     assert turn.failed.error == "the upstream gave no reply: the client left before it began"
 

@@ -157,7 +157,7 @@ def test_kill_between_request_and_reply(serve: Callable[..., Served], upstream: 
     served.kill()
     asking.join(20)
     assert len(errors) == 1
-    assert upstream.left.wait(10)
+    assert upstream.left.wait(60)
     served.start()
     assert httpx.post(url, json=following).json() == chat_reply()
     finish = httpx.post(f"{served.url}/v1/trajectories/t/finish", json={"reward": 1.0})

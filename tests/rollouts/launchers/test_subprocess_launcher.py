@@ -291,7 +291,7 @@ def test_nothing_outlives_a_launcher_that_was_just_told_of_it(agents: Agents, le
             ours.sendall(_marshalled(launch, level, Cgroup(launch.launch_id, launch.limits), [], None))
             assert ours.recv(20, socket.MSG_PEEK) == b"started\n"
             assert _in_time(lambda: len(agents.alive()) == 1)
-        assert keeper.wait(30) == 0
+        assert keeper.wait(60) == 0
     assert agents.alive() == []
 
 

@@ -326,7 +326,7 @@ def test_two_that_stand_in_race_and_one_has_it(folder_hosts: Hosts) -> None:
                 time.sleep(4)
         except LaneLockedError as error:
             got.append(str(error))
-        held.wait(10)
+        held.wait(60)
 
     threads = [threading.Thread(target=take, args=(log,)) for log in others]
     for one in threads:

@@ -80,13 +80,13 @@ def test_waiting_appends_share_a_frame(store: Store, notes: Any, monkeypatch: py
 
     def slow(fd: int) -> None:
         busy.set()
-        assert go.wait(30)
+        assert go.wait(60)
         flushes.append(fd)
         real(fd)
 
     monkeypatch.setattr(os, "fdatasync", slow)
     first = writer.append(notes(1))
-    assert busy.wait(30)
+    assert busy.wait(60)
     rest = [writer.append(notes(2, i)) for i in range(5)]
     go.set()
     assert first.result(30) == 0
@@ -102,9 +102,9 @@ def test_no_future_resolves_before_its_flush(
     writer = store.writer("a")
     busy, go = threading.Event(), threading.Event()
     real = os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda fd: (busy.set(), go.wait(30), real(fd)))
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (busy.set(), go.wait(60), real(fd)))
     future = writer.append(notes(1))
-    assert busy.wait(30)
+    assert busy.wait(60)
     assert not future.done()
     assert store.head() == {}
     go.set()
@@ -125,13 +125,13 @@ def test_a_failed_write_stops_the_lane(
     def fail(*_: Any) -> Any:
         calls.append(call)
         busy.set()
-        assert go.wait(30)
+        assert go.wait(60)
         raise OSError(errno.EIO, "the disk is gone")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
         first = writer.append(notes(1, text="lost"))
-        assert busy.wait(30)
+        assert busy.wait(60)
         pending = [writer.append(notes(1, text="lost")) for _ in range(3)]
         go.set()
         for future in [first, *pending]:
@@ -182,9 +182,9 @@ def test_a_value_without_stored_form_fails_alone(
     writer = store.writer("a")
     busy, go = threading.Event(), threading.Event()
     real = os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda fd: (busy.set(), go.wait(30), real(fd)))
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (busy.set(), go.wait(60), real(fd)))
     first = writer.append(notes(1))
-    assert busy.wait(30)
+    assert busy.wait(60)
     before, wrong, after = writer.append(notes(1, 1)), writer.append([bad]), writer.append(notes(1, 2))
     go.set()
     assert [f.result(30) for f in (first, before, after)] == [0, 1, 2]
@@ -204,7 +204,7 @@ def test_a_cancelled_waiter_does_not_stop_the_lane(
     writer = store.writer("a")
     busy, go = threading.Event(), threading.Event()
     real = os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda fd: (busy.set(), go.wait(30), real(fd)))
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (busy.set(), go.wait(60), real(fd)))
 
     async def leave() -> None:
         waiting = asyncio.wrap_future(writer.append(notes(1)))

@@ -170,7 +170,7 @@ def test_waiting_ends_with_an_event_of_any_lane(store: Store, notes: Callable[..
         with store.writer(lane) as writer:
             timer = threading.Timer(0.15, lambda w=writer: w.append(notes(1)).result(30))
             timer.start()
-            assert tail.wait(10)
+            assert tail.wait(60)
             timer.join()
         assert len(tail.poll()) == 1
     assert not tail.wait(0)

@@ -177,7 +177,7 @@ def test_threads_share_a_handle(storage: ObjectStorage) -> None:
 
     def read(position: int) -> bytes:
         file.seek(position)
-        sought.wait(10)
+        sought.wait(60)
         return file.read(3) + file.read(2)
 
     with ThreadPoolExecutor(4) as pool:

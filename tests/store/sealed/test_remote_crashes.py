@@ -180,7 +180,7 @@ class _Victim:
         self._known.set()
 
     def kill(self, number: int) -> None:
-        if number == self._at and self._known.wait(10):
+        if number == self._at and self._known.wait(60):
             os.kill(self._pid, signal.SIGKILL)
 
 

@@ -135,7 +135,7 @@ def test_one_frame_is_on_its_way_at_a_time(tmp_path: Path) -> None:
     flusher.start()
     jobs = [_job([b"header"], 1, 1), *(_job([b"x"], 2 + i) for i in range(AHEAD + 1))]
     flusher.put(jobs[0][0])
-    assert disk.syncing.wait(30)
+    assert disk.syncing.wait(60)
     for job, _ in jobs[1 : 1 + AHEAD]:
         flusher.put(job, alone=True)  # it is not: another one is being flushed
     last = threading.Thread(target=flusher.put, args=(jobs[-1][0],))

@@ -142,7 +142,7 @@ def test_a_rank_that_dies_or_hangs(
             how = signal.SIGSTOP if who == "rank that hangs" else signal.SIGKILL
             (process.parent() if who == "actor" else process).send_signal(how)
             if who == "actor":
-                process.wait(20)  # the kernel ends it soon, but a step is short
+                process.wait(60)  # the kernel ends it soon, but a step is short
         return run(policy, settings, *given, **options)
 
     message = {
@@ -228,7 +228,7 @@ def test_ranks_end_with_the_first(cluster: str, mark: str) -> None:
             process = _came(mark)
         finally:
             first.kill()
-    process.wait(30)
+    process.wait(60)
 
 
 # What is asked for --------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ class Process:
     def stop(self) -> None:
         """Kill it."""
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(60)
         if self._process.stdout is not None:
             self._process.stdout.close()
 
