@@ -1,5 +1,5 @@
-"""Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, single-path
-trajectories, and the locations of trajectories, names and kinds.
+"""Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, what the ledger sums
+up, and the locations of trajectories, names and kinds.
 
 They are in `derived/<lane>/<unit>/` and only make queries faster: each can be deleted at any
 time, and is rebuilt identically. A file is written under another name and renamed, so a file
@@ -27,12 +27,16 @@ from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
 from rollbook.store.spill import private_database
 
 SCALARS, TRAJECTORIES, REWARDS = "scalars.3.parquet", "trajectories.4.parquet", "rewards.parquet"
-OUTLIERS, PATHS = "outliers.parquet", "paths.parquet"
+OUTLIERS = "outliers.parquet"
+PATHS, APART = "paths.parquet", "apart.parquet"
+AMOUNTS, PLANS = "amounts.parquet", "plans.parquet"
 LOCATIONS, KINDS = "locations.arrow", "kinds.arrow"
 """A file whose columns change gets another name: what an older release derived goes, and is derived anew."""
 QUERIED = (SCALARS, TRAJECTORIES, REWARDS, OUTLIERS)
 """Those that SQL reads; where one is missing it asks the log."""
-DERIVED = (*QUERIED, PATHS, LOCATIONS, NAMES, KINDS)
+SUMMED = (PATHS, APART, AMOUNTS, PLANS)
+"""Those that save the ledger work: where one is missing it looks at more."""
+DERIVED = (*QUERIED, *SUMMED, LOCATIONS, NAMES, KINDS)
 LOCATION_SCHEMA = pa.schema(
     [
         pa.field("trajectory_id", pa.string()),
@@ -44,6 +48,8 @@ LOCATION_SCHEMA = pa.schema(
 KIND_SCHEMA = pa.schema([pa.field("kind", pa.string()), pa.field("row_group", pa.int64())])
 
 _BOTH = "(SELECT * FROM turns UNION ALL SELECT * FROM marks)"
+_PARTS, _PATHS = "parts", "paths"
+"""Tables of the unit's turns and paths, of which several files are made."""
 
 
 def build_derived(store: Path, unit: Unit) -> list[str]:
@@ -64,6 +70,8 @@ def build_derived(store: Path, unit: Unit) -> list[str]:
             (folder / name).unlink()
     tables = {TURNS: read_file(store, unit, TURNS), MARKS: read_file(store, unit, MARKS)}
     with _database(tables) as database:
+        database.execute(f"CREATE TABLE {_PARTS} AS {projections.turn_parts(_BOTH)}")
+        database.execute(f"CREATE TABLE {_PATHS} AS {projections.paths(_BOTH, _PARTS)}")
         for name in missing:
             temporary = make_empty(folder / f".{name}.{new_id()}")
             if name == LOCATIONS:
@@ -89,13 +97,16 @@ def _database(tables: Mapping[str, pa.Table]) -> Iterator[duckdb.DuckDBPyConnect
 
 
 def _queries() -> dict[str, str]:
-    """Derived file -> its query over the relations `turns` and `marks`, the unit's two files."""
+    """Derived file -> its query over the unit's two files, `turns` and `marks`, and what is made of them."""
     return {
-        SCALARS: f"{projections.turn_parts(_BOTH)} ORDER BY trajectory_id, turn_id",
+        SCALARS: f"SELECT * FROM {_PARTS} ORDER BY trajectory_id, turn_id",
         TRAJECTORIES: f"{projections.trajectory_parts(_BOTH)} ORDER BY trajectory_id",
         REWARDS: f"{projections.rewards('marks')} ORDER BY trajectory_id, seq",
         OUTLIERS: f"{projections.outliers('turns')} ORDER BY trajectory_id, turn_id, position",
-        PATHS: f"{projections.paths(_BOTH)} ORDER BY trajectory_id, policy, policy_version",
+        PATHS: f"SELECT * FROM {_PATHS} ORDER BY trajectory_id, policy, policy_version",
+        APART: f"{projections.apart(_PARTS, _PATHS)} ORDER BY trajectory_id, turn_id",
+        AMOUNTS: f"{projections.amounts(_PARTS)} ORDER BY ALL",
+        PLANS: f"{projections.plans('marks')} ORDER BY seq",
     }
 
 

@@ -281,7 +281,7 @@ def trajectory_scalars(parts: str, ready: str | None) -> str:
     """
 
 
-def paths(events: str) -> str:
+def paths(events: str, parts: str) -> str:
     """The turns of single-path trajectories, whole within `events`, by the version that sampled them.
 
     No event elsewhere adds to such a trajectory: it was opened and finished here, was never in
@@ -289,9 +289,12 @@ def paths(events: str) -> str:
     failed. It has one leaf, every completed turn was sampled by one version and has tokens, none
     was altered or erased. So its turns go where its only sample goes, and need not be looked at
     one by one.
+
+    Args:
+        parts: a relation with the rows of `turn_parts` of these events.
     """
     return f"""
-    WITH turn AS MATERIALIZED ({turn_parts(events)}),
+    WITH turn AS MATERIALIZED (SELECT * FROM {parts}),
     ended AS (
       SELECT trajectory_id,
              CASE WHEN any_value(CASE WHEN kind = 'trajectory.finished'
@@ -322,6 +325,48 @@ def paths(events: str) -> str:
            CAST(sum(completion_length) AS BIGINT) AS tokens
     FROM turn JOIN one USING (trajectory_id) SEMI JOIN plain USING (trajectory_id)
     WHERE completed IS NOT NULL GROUP BY ALL
+    """
+
+
+def apart(parts: str, paths: str) -> str:
+    """The rows of the relation `parts` of `turn_parts` rows whose trajectory the relation `paths` does not
+    have: the turns that are looked at one by one."""
+    return f"SELECT * FROM {parts} ANTI JOIN {paths} USING (trajectory_id)"
+
+
+def amounts(parts: str) -> str:
+    """How many turns were sampled, and of how many tokens, by run and version, in the relation `parts` of
+    `turn_parts` rows; the version means nothing where not one of them sampled all (`one_version`)."""
+    return f"""
+    SELECT run, policy, policy_version, one_version, count(*) AS turns,
+           CAST(sum(completion_length) AS BIGINT) AS tokens
+    FROM {parts} WHERE completed IS NOT NULL GROUP BY run, policy, policy_version, one_version
+    """
+
+
+def plans(events: str) -> str:
+    """The `step.planned` rows of the relation `events`: what decides where the samples went that they name.
+
+    `path_taken` says that the recipe takes one path of a trajectory, `grouping` that the step decided on
+    whole groups of the log, and `batch` names the samples of the rollout batch that it began, if they are
+    not its own.
+    """
+    refs = """from_json(json_extract(extra, '$.{}'),
+        '[{{"trajectory_id": "VARCHAR", "turn_id": "VARCHAR"}}]')"""
+    named = "json_type(extra, '$.rollout_batch.samples') = 'ARRAY'"
+    return f"""
+    SELECT lane, seq, event_id, run, policy, policy_version, step, CAST(texts[1] AS BIGINT) AS attempt,
+           texts[2] AS cut,
+           coalesce(texts[3], 'all') <> 'all' AS path_taken,
+           coalesce(json_type(extra, '$.schedule') = 'OBJECT'
+                    AND coalesce(json_type(extra, '$.schedule.slice'), 'NULL') = 'NULL'
+                    AND (coalesce(json_type(extra, '$.rollout_batch'), 'NULL') = 'NULL' OR {named})
+                    AND coalesce(json_contains(json_extract(extra, '$.recipe.splits'), '"train"'), true),
+                    false) AS grouping,
+           {refs.format("samples")} AS samples,
+           CASE WHEN {named} THEN {refs.format("rollout_batch.samples")} END AS batch
+    FROM (SELECT *, json_extract_string(extra, ['$.attempt', '$.cut', '$.recipe.paths']) AS texts
+          FROM {events} WHERE kind = 'step.planned')
     """
 
 

@@ -98,13 +98,12 @@ _AMOUNTS = f"""
     ORDER BY run, term, grouping(rule) DESC, sum(tokens) DESC, rule"""
 
 _GENERATED = """
-    SELECT run, count(*), CAST(sum(completion_length) AS BIGINT)
-    FROM internal.turn_parts WHERE completed IS NOT NULL GROUP BY run ORDER BY run"""
+    SELECT run, CAST(sum(turns) AS BIGINT), CAST(sum(tokens) AS BIGINT)
+    FROM internal.amounts GROUP BY run ORDER BY run"""
 
 _VERSIONS = f"""
     WITH made AS (
-      SELECT run, policy, policy_version, completion_length AS tokens
-      FROM internal.turn_parts WHERE completed IS NOT NULL AND one_version
+      SELECT run, policy, policy_version, tokens FROM internal.amounts WHERE one_version
       UNION ALL
       SELECT run, span.policy, span.version, span."end" - span.start
       FROM (SELECT run, unnest(version_spans) AS span FROM internal.several_turns

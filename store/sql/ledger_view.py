@@ -17,17 +17,15 @@ from rollbook.store.sql.columns import View, text
 
 _DONE = """
     done AS MATERIALIZED (
-      SELECT run, trajectory_id, turn_id, parent_turn_id, lane, seq, completion_length AS tokens,
-             policy, policy_version, one_version, delivered, true AS asked,
-             coalesce(altered, false) AS altered, coalesce(erased, false) AS erased
-      FROM internal.turn_scalars ANTI JOIN internal.paths USING (trajectory_id)
-      WHERE completed IS NOT NULL AND ({of})
-      UNION ALL
-      SELECT any_value(run), trajectory_id, turn_id, NULL, NULL, NULL, any_value(completion_length),
-             any_value(policy), any_value(policy_version), bool_and(one_version), NULL, false,
-             coalesce(any_value(altered), false), coalesce(any_value(erased), false)
-      FROM internal.turn_parts WHERE NOT whole AND ({of}) GROUP BY trajectory_id, turn_id
-      HAVING any_value(completed) IS NOT NULL AND any_value(requested) IS NULL
+      SELECT any_value(run) AS run, trajectory_id, turn_id, any_value(parent_turn_id) AS parent_turn_id,
+             any_value(lane) AS lane, any_value(seq) AS seq, any_value(completion_length) AS tokens,
+             any_value(policy) AS policy, any_value(policy_version) AS policy_version,
+             bool_and(one_version) AS one_version,
+             CASE WHEN any_value(requested) IS NOT NULL THEN max(delivered) END AS delivered,
+             any_value(requested) IS NOT NULL AS asked, coalesce(any_value(altered), false) AS altered,
+             coalesce(any_value(erased), false) AS erased
+      FROM internal.apart_parts ANTI JOIN internal.paths USING (trajectory_id) WHERE ({of})
+      GROUP BY trajectory_id, turn_id HAVING any_value(completed) IS NOT NULL
     )"""
 """Completed turns of all but `internal.paths`; those whose request lies outside the cut as well, so that no
 token is left out."""
@@ -103,51 +101,68 @@ _TAKEN = f"""
       SELECT lane, seq, run, TRY_CAST({text("config.demand.group_size")} AS BIGINT) AS size
       FROM internal.mark_events WHERE kind = 'run.opened'
     ), grouping_attempt AS MATERIALIZED (
-      SELECT a.run, a.policy, a.step, a.attempt, a.cut, p.lane, p.seq, o.seq AS opened, o.size,
-             coalesce(json_extract(a.manifest, '$.rollout_batch.samples'),
-                      json_extract(a.manifest, '$.samples')) AS refs
-      FROM attempt a
-      JOIN (SELECT lane, seq, run, policy, step, CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt
-            FROM internal.mark_events WHERE kind = 'step.planned') p USING (run, policy, step, attempt)
-      ASOF JOIN opening o ON o.lane = p.lane AND o.run = p.run AND p.seq >= o.seq
-      WHERE o.size > 1 AND json_type(a.manifest, '$.schedule') = 'OBJECT'
-        AND coalesce(json_type(a.manifest, '$.schedule.slice'), 'NULL') = 'NULL'
-        AND (coalesce(json_type(a.manifest, '$.rollout_batch'), 'NULL') = 'NULL'
-             OR json_type(a.manifest, '$.rollout_batch.samples') = 'ARRAY')
-        AND coalesce(json_contains(json_extract(a.manifest, '$.recipe.splits'), '"train"'), true)
+      SELECT a.run, a.policy, a.step, a.attempt, a.cut, a.lane, a.seq, o.seq AS opened, o.size,
+             coalesce(a.batch, a.samples) AS refs
+      FROM attempt a ASOF JOIN opening o ON o.lane = a.lane AND o.run = a.run AND a.seq >= o.seq
+      WHERE o.size > 1 AND a.grouping
     ), taken AS MATERIALIZED (
-      SELECT run, policy, size, ref->>'$.trajectory_id' AS trajectory_id, ref->>'$.turn_id' AS leaf_turn_id,
-             cut
-      FROM (SELECT *, unnest(CAST(refs AS JSON[])) AS ref FROM grouping_attempt)
-      UNION
+      SELECT run, policy, size, ref.trajectory_id, ref.turn_id AS leaf_turn_id, cut
+      FROM (SELECT *, unnest(refs) AS ref FROM grouping_attempt)
+      UNION ALL
       SELECT g.run, g.policy, g.size, d.trajectory_id, d.turn_id,
              CASE WHEN d.rule IN ('not_finite', 'all_rejected') THEN '' ELSE coalesce(d.cut, g.cut) END
       FROM dropped d JOIN grouping_attempt g
         ON g.lane = d.lane AND g.run = d.run AND g.step = d.step AND g.attempt = d.attempt
        AND d.seq BETWEEN g.opened AND g.seq
     )"""
-"""What attempts that take groups decided on, each sample once, and the cut at which they did: samples of
-their rollout batches, and drops since their training began (of skipped steps it is not known here when)."""
+"""What attempts that take groups decided on, and the cut at which they did: samples of their rollout batches,
+and drops since their training began (of skipped steps it is not known here when)."""
+
+
+_BESIDE = """
+    trajectory AS MATERIALIZED (
+      SELECT run, trajectory_id, "group", split, opened, finished FROM internal.trajectory_scalars
+    ), taken_of AS MATERIALIZED (
+      SELECT k.run, k.policy, k.size, o.run AS of_run, o."group" AS named, k.trajectory_id
+      FROM (SELECT DISTINCT run, policy, size, trajectory_id FROM taken) k
+      LEFT JOIN trajectory o USING (trajectory_id)
+    ), uneven AS MATERIALIZED (
+      SELECT run, policy, size, of_run, named, any_value(size) - count(*) % any_value(size) AS missing
+      FROM taken_of ANTI JOIN (SELECT run, policy FROM taken_of WHERE of_run IS NULL) USING (run, policy)
+      WHERE named IS NOT NULL GROUP BY run, policy, size, of_run, named
+      HAVING count(*) % any_value(size) <> 0
+    ), beside AS MATERIALIZED (
+      SELECT s.*, o.trajectory_id, o.split
+      FROM uneven s JOIN trajectory o ON o.run = s.of_run AND o."group" = s.named
+      ANTI JOIN taken k ON k.run = s.run AND k.policy = s.policy AND k.size = s.size
+                       AND k.trajectory_id = o.trajectory_id
+      WHERE o.finished IS NOT NULL AND o.split <> 'void'
+    )"""
+"""Groups of which the trajectories that were decided on do not make up whole ones, and the others in them."""
+
+
+def _attempts(verdict: str) -> str:
+    """Attempts at steps of which an event of this verdict says what became of them."""
+    return f"""(SELECT run, policy, step, CAST({text("attempt")} AS BIGINT) AS attempt
+                FROM internal.mark_events WHERE kind = 'step.{verdict}')"""
+
 
 _USE = f"""
     attempt AS MATERIALIZED (
-      SELECT run, policy, step, attempt, cut, manifest,
-             coalesce(json_extract_string(manifest, '$.recipe.paths'), 'all') <> 'all' AS whole
-      FROM steps WHERE status = 'committed'
+      SELECT * FROM internal.plans SEMI JOIN {_attempts("committed")} USING (run, policy, step, attempt)
+      ANTI JOIN {_attempts("abandoned")} USING (run, policy, step, attempt)
     ), dropped AS MATERIALIZED (
       SELECT d.*, p.policy FROM (
         SELECT lane, seq, run, step, trajectory_id, turn_id, {text("rule")} AS rule,
                CAST(coalesce({text("attempt")}, '1') AS BIGINT) AS attempt, {text("cut")} AS cut
         FROM internal.mark_events WHERE kind = 'sample.dropped') d
-      ASOF LEFT JOIN (SELECT lane, seq, run, policy FROM internal.mark_events WHERE kind = 'step.planned') p
-        ON p.lane = d.lane AND p.run = d.run AND d.seq <= p.seq
+      ASOF LEFT JOIN internal.plans p ON p.lane = d.lane AND p.run = d.run AND d.seq <= p.seq
     ), any_use AS MATERIALIZED (
-      SELECT ref->>'$.trajectory_id' AS trajectory_id, ref->>'$.turn_id' AS leaf_turn_id,
-             CAST(NULL AS VARCHAR) AS rule, cut, whole
-      FROM (SELECT cut, whole, unnest(CAST(json_extract(manifest, '$.samples') AS JSON[])) AS ref
-            FROM attempt)
-      UNION
-      SELECT d.trajectory_id, d.turn_id, d.rule, a.cut, a.whole AND d.rule <> 'other_path'
+      SELECT ref.trajectory_id, ref.turn_id AS leaf_turn_id, CAST(NULL AS VARCHAR) AS rule, cut,
+             path_taken AS whole
+      FROM (SELECT cut, path_taken, unnest(samples) AS ref FROM attempt)
+      UNION ALL
+      SELECT d.trajectory_id, d.turn_id, d.rule, a.cut, a.path_taken AND d.rule <> 'other_path'
       FROM dropped d JOIN attempt a ON a.run = d.run AND a.step = d.step AND a.attempt = d.attempt
                                    AND a.policy = coalesce(d.policy, a.policy)
     ), use AS MATERIALIZED (
@@ -156,20 +171,22 @@ _USE = f"""
       SELECT cut, string_split(part, '=')[1] AS lane, TRY_CAST(string_split(part, '=')[2] AS BIGINT) AS count
       FROM (SELECT cut, unnest(string_split(cut, ',')) AS part
             FROM (SELECT cut FROM attempt UNION SELECT cut FROM taken))
+    ), {_BESIDE}, looked_at AS MATERIALIZED (
+      SELECT trajectory_id FROM use
+      UNION SELECT trajectory_id FROM taken SEMI JOIN owner USING (trajectory_id)
+      UNION SELECT trajectory_id FROM beside
+    ), ending AS MATERIALIZED (
+      SELECT trajectory_id, lane, seq FROM internal.mark_events JOIN looked_at USING (trajectory_id)
+      WHERE kind = 'trajectory.finished'
     ), finish AS MATERIALIZED (
       SELECT u.trajectory_id, u.cut, f.lane, f.seq
-      FROM (SELECT DISTINCT trajectory_id, cut FROM use) u
-      JOIN internal.mark_events f ON f.trajectory_id = u.trajectory_id AND f.kind = 'trajectory.finished'
+      FROM (SELECT DISTINCT trajectory_id, cut FROM use) u JOIN ending f USING (trajectory_id)
     ), known AS MATERIALIZED (
       SELECT DISTINCT f.trajectory_id, f.cut
       FROM finish f JOIN held h ON h.cut = f.cut AND h.lane = f.lane AND f.seq < h.count
     ), delivery AS MATERIALIZED (
-      SELECT v.trajectory_id, v.turn_id, v.lane, v.seq
-      FROM internal.mark_events v
-      JOIN (SELECT trajectory_id FROM use
-            UNION SELECT trajectory_id FROM taken SEMI JOIN owner USING (trajectory_id)) u
-        ON u.trajectory_id = v.trajectory_id
-      WHERE v.kind = 'turn.delivered'
+      SELECT trajectory_id, turn_id, lane, seq FROM internal.mark_events JOIN looked_at USING (trajectory_id)
+      WHERE kind = 'turn.delivered'
     ), decided AS MATERIALIZED (
       SELECT v.trajectory_id, v.turn_id, coalesce(bool_or(x.rule IS NULL), false) AS trained,
              {_RULE} AS rule
@@ -204,37 +221,20 @@ _USE = f"""
 Where a recipe takes one path of a trajectory (`whole`), its sample has all turns of the path, and what is
 only on other paths was dropped by `other_path`.
 
-`finish` is joined before `held`: every end with every cut would be a row for each pair of them. `delivery`
-is by trajectory alone, so that few trajectories let most of the log be passed over."""
+`finish` is joined before `held`: every end with every cut would be a row for each pair of them. `ending` and
+`delivery` are by trajectory alone, so that few trajectories let most of the log be passed over."""
 
 _OMITTED = """
-    taken_of AS MATERIALIZED (
-      SELECT k.run, k.policy, k.size, o.run AS of_run, o."group" AS named, k.trajectory_id, k.cut
-      FROM (SELECT DISTINCT run, policy, size, trajectory_id, cut FROM taken) k
-      JOIN internal.trajectory_scalars o USING (trajectory_id) WHERE o."group" IS NOT NULL
-    ), uneven AS MATERIALIZED (
-      SELECT run, policy, size, of_run, named,
-             any_value(size) - count(DISTINCT trajectory_id) % any_value(size) AS missing
-      FROM taken_of ANTI JOIN (
-        SELECT DISTINCT run, policy FROM taken ANTI JOIN internal.trajectory_scalars USING (trajectory_id)
-      ) USING (run, policy)
-      GROUP BY run, policy, size, of_run, named
-      HAVING count(DISTINCT trajectory_id) % any_value(size) <> 0
-    ), beside AS MATERIALIZED (
-      SELECT s.*, o.trajectory_id, o.split
-      FROM uneven s JOIN internal.trajectory_scalars o ON o.run = s.of_run AND o."group" = s.named
-      ANTI JOIN taken k ON k.run = s.run AND k.policy = s.policy AND k.size = s.size
-                       AND k.trajectory_id = o.trajectory_id
-      WHERE o.finished IS NOT NULL AND o.split <> 'void'
-    ), decided_at AS MATERIALIZED (
+    decided_at AS MATERIALIZED (
       SELECT DISTINCT run, policy, size, of_run, named, cut
-      FROM taken_of SEMI JOIN uneven USING (run, policy, size, of_run, named)
+      FROM taken JOIN taken_of USING (run, policy, size, trajectory_id)
+      SEMI JOIN uneven USING (run, policy, size, of_run, named)
     ), passed_by AS MATERIALIZED (
       SELECT DISTINCT m.run, m.policy, m.size, m.of_run, m.named, m.trajectory_id, f.lane, f.seq
       FROM beside m JOIN decided_at a USING (run, policy, size, of_run, named)
-      JOIN internal.mark_events f ON f.trajectory_id = m.trajectory_id AND f.kind = 'trajectory.finished'
+      JOIN ending f ON f.trajectory_id = m.trajectory_id
       JOIN held hf ON hf.cut = a.cut AND hf.lane = f.lane AND f.seq < hf.count
-      JOIN internal.mark_events v ON v.trajectory_id = m.trajectory_id AND v.kind = 'turn.delivered'
+      JOIN delivery v ON v.trajectory_id = m.trajectory_id
       JOIN held hv ON hv.cut = a.cut AND hv.lane = v.lane AND v.seq < hv.count
       JOIN internal.turn_scalars t ON t.trajectory_id = v.trajectory_id AND t.turn_id = v.turn_id
        AND t.completion_length > 0 AND NOT coalesce(t.altered, false)
@@ -293,7 +293,7 @@ _TURN = """
       FROM done d
       LEFT JOIN single l ON l.trajectory_id = d.trajectory_id
       LEFT JOIN owner o ON o.trajectory_id = d.trajectory_id AND o.turn_id = d.turn_id
-      LEFT JOIN internal.trajectory_scalars t ON t.trajectory_id = d.trajectory_id
+      LEFT JOIN trajectory t ON t.trajectory_id = d.trajectory_id
       LEFT JOIN decided g ON g.trajectory_id = d.trajectory_id AND g.turn_id = d.turn_id
       LEFT JOIN spoiled s ON s.trajectory_id = d.trajectory_id
         AND s.leaf_turn_id = coalesce(l.leaf_turn_id, o.leaf_turn_id)

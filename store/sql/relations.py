@@ -7,6 +7,9 @@
 | `turn_scalars`, `trajectory_scalars` | one per turn, per trajectory: all that is small about it |
 | `rewards` | one per reward |
 | `paths` | one per version that sampled turns of a single-path trajectory, whole in a unit |
+| `apart_parts` | what a unit or the live tail says of a turn, of all but those in `paths`, perhaps of more |
+| `amounts` | one or more per run and version: how much it sampled |
+| `plans` | one per planned step: what it named |
 | `tokens`, `outliers` | one per sampled token; only those below a logprob |
 
 Data in a unit's derived files is read from there; unsealed events, units that a cut holds in
@@ -33,11 +36,23 @@ import pyarrow.parquet as pq
 
 from rollbook.store.cut import Cut
 from rollbook.store.events.event import kinds_where
-from rollbook.store.sealed.derived import OUTLIERS, PATHS, QUERIED, REWARDS, SCALARS, TRAJECTORIES
+from rollbook.store.sealed.derived import (
+    AMOUNTS,
+    APART,
+    OUTLIERS,
+    PATHS,
+    PLANS,
+    QUERIED,
+    REWARDS,
+    SCALARS,
+    TRAJECTORIES,
+)
 from rollbook.store.sealed.parquet import FAT_KINDS
 from rollbook.store.sealed.point_read import kinds_of_marks, trajectory_bounds
 from rollbook.store.sealed.projections import (
+    amounts,
     outliers,
+    plans,
     rewards,
     tokens,
     trajectory_parts,
@@ -158,13 +173,22 @@ def definitions(contents: Snapshot) -> list[tuple[str, str]]:
         queries += [f"SELECT * FROM {files}"] if (files := ready(name)) else []
         return " UNION ALL BY NAME ".join(queries)
 
+    def all_have(*names: str) -> bool:
+        return all((derived_folder(contents.store, u) / name).exists() for u in derived for name in names)
+
+    # What an older release derived lacks some: then what they are made of is asked, of all units.
+    parts = turn_parts("internal.rest")
+    apart = APART if all_have(APART, PATHS) else SCALARS
+    counted = f"({parts})" if all_have(AMOUNTS) else "internal.turn_parts"
+    planned = "internal.rest_marks" if all_have(PLANS) else "internal.mark_events"
+
     return [
         ("internal.turn_events", _events(contents, present, TURNS, fat)),
         ("internal.mark_events", _events(contents, present, MARKS, small)),
         ("internal.rest_turns", _events(contents, rest, TURNS, fat)),
         ("internal.rest_marks", _events(contents, rest, MARKS, small)),
         ("internal.rest", "SELECT * FROM internal.rest_turns UNION ALL SELECT * FROM internal.rest_marks"),
-        ("internal.turn_parts", known(SCALARS, turn_parts("internal.rest"), _MERGED)),
+        ("internal.turn_parts", known(SCALARS, parts, _MERGED)),
         ("internal.turn_scalars", turn_scalars("internal.turn_parts", ready(SCALARS))),
         ("internal.trajectory_parts", known(TRAJECTORIES, trajectory_parts("internal.rest"), _MERGED)),
         (
@@ -173,6 +197,9 @@ def definitions(contents: Snapshot) -> list[tuple[str, str]]:
         ),
         ("internal.rewards", _all_rewards(contents, derived, computed=bool(computed))),
         ("internal.paths", _paths(contents, present)),
+        ("internal.apart_parts", known(apart, parts, _MERGED)),
+        ("internal.amounts", known(AMOUNTS, amounts(counted)) if all_have(AMOUNTS) else amounts(counted)),
+        ("internal.plans", known(PLANS, plans(planned)) if all_have(PLANS) else plans(planned)),
         ("internal.several_turns", _events(contents, several, TURNS, fat)),
         ("internal.tokens", tokens("internal.turn_events", "internal.several_turns")),
         ("internal.outliers", known(OUTLIERS, outliers("internal.rest_turns"))),

@@ -23,7 +23,7 @@ from rollbook.store.events.batches import encode
 from rollbook.store.fold.trajectory import fold
 from rollbook.store.sealed.derived import build_derived
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
-from rollbook.store.sealed.projections import paths
+from rollbook.store.sealed.projections import paths, turn_parts
 from rollbook.store.sealed.seal import seal_closed
 from rollbook.store.sealed.unit import current_units
 from rollbook.store.settings import SealSettings
@@ -60,8 +60,12 @@ class Asked(EventViews):
                 lanes = pa.repeat(pa.scalar(lane), batch.num_rows)
                 tables.append(pa.Table.from_arrays([lanes, *batch.columns], schema=TABLE_SCHEMA))
         self.put(pa.concat_tables(tables) if tables else pa.Table.from_batches([], TABLE_SCHEMA))
+        ranges = {
+            lane: f"(FROM internal.live WHERE lane = {lane!r} AND seq < {end})"
+            for lane, end in sealed.items()
+        }
         units = [NO_PATHS] + [
-            f"SELECT * FROM ({paths(f'(FROM internal.live WHERE lane = {lane!r} AND seq < {end})')})"
+            f"SELECT * FROM ({paths(ranges[lane], f'({turn_parts(ranges[lane])})')})"
             for lane, end in sealed.items()
             if any(event.kind == "turn.completed" for event in history.lanes[lane][:end])  # others have none
         ]
