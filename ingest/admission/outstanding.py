@@ -7,13 +7,14 @@ The same log also says which online training is under way.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rollbook.store.events import (
     VOID,
     Event,
     Json,
+    Record,
     RunOpened,
     SampleDropped,
     StepCommitted,
@@ -25,6 +26,7 @@ from rollbook.store.events import (
     TurnDelivered,
 )
 from rollbook.store.fold.staleness import StalenessPolicy
+from rollbook.store.fold.standings import Drop, Plan
 
 KINDS = frozenset(
     kind.KIND
@@ -100,7 +102,7 @@ class Outstanding:
     _made: int = 0
     """How many trajectories were counted into prompt groups."""
     _spent: int = 0
-    _planned: dict[str, tuple[int, int, list[str]]] = field(default_factory=dict)
+    _planned: dict[str, tuple[int, int, Sequence[str]]] = field(default_factory=dict)
     """Policy -> step, attempt and trajectories of the step that runs."""
     _closed: set[str] = field(default_factory=set)
     """Trajectories that were used or dropped before this fold saw them begin: lanes are read one by one."""
@@ -139,17 +141,24 @@ class Outstanding:
         prompt_group = None if group is None else self._groups.get(self._latest.get(group, ""))
         return 0 if prompt_group is None else max(self._size - len(prompt_group.members), 0)
 
-    def add_all(self, events: Iterable[Event]) -> None:
+    def add_all(self, events: Iterable[Event | Plan | Drop]) -> None:
         """Fold events up to a closed cut: nothing that they name is still to come."""
         for event in events:
             self.add(event)
         self._closed.clear()
 
-    def add(self, event: Event) -> None:
-        """Fold an event."""
-        if event.run != self.run:
-            return
-        match event.record:
+    def add(self, event: Event | Plan | Drop) -> None:
+        """Fold an event, or what one of the run says of samples."""
+        match event:
+            case Plan():
+                self._plan(event.policy, event.policy_version, event.step, event.attempt, event.trajectories)
+            case Drop():
+                self._use([event.trajectory_id])
+            case Event() if event.run == self.run:
+                self._add(event.record)
+
+    def _add(self, told: Record) -> None:
+        match told:
             case TurnCompleted() | TurnDelivered() as record:
                 self._turn(record)
             case TrajectoryOpened() as record if record.split in TRAINABLE:
@@ -161,8 +170,11 @@ class Outstanding:
                 self._finish(record)
             case SampleDropped() as record:
                 self._use([record.trajectory_id])
-            case StepPlanned() | StepCommitted() as record:
-                self._step(record)
+            case StepPlanned() as plan:
+                named = [str(sample["trajectory_id"]) for sample in plan.samples]
+                self._plan(plan.policy, plan.policy_version, plan.step, plan.attempt, named)
+            case StepCommitted() as record:
+                self._committed(record)
             case RunOpened(command="train") as record:
                 self._run_opened(record)
 
@@ -288,12 +300,12 @@ class Outstanding:
             self._remove_if_over(name)
         self._loosen(list(self._trajectories))
 
-    def _step(self, record: StepPlanned | StepCommitted) -> None:
+    def _plan(self, policy: str, version: int, step: int, attempt: int, named: Sequence[str]) -> None:
+        self._versions[policy] = version
+        self._planned[policy] = (step, attempt, named)
+
+    def _committed(self, record: StepCommitted) -> None:
         self._versions[record.policy] = record.policy_version
-        if isinstance(record, StepPlanned):
-            named = [str(sample["trajectory_id"]) for sample in record.samples]
-            self._planned[record.policy] = (record.step, record.attempt, named)
-            return
         step, attempt, used = self._planned.pop(record.policy, (-1, -1, []))
         training = self.training
         if training is not None and record.policy != training.name:
@@ -373,6 +385,14 @@ class Outstanding:
             self._trajectories.pop(trajectory_id, None)
             self._group_of.pop(trajectory_id, None)
             self._closed.discard(trajectory_id)
+
+
+def used_by(run: str, trainers: Iterable[Event | Plan | Drop]) -> set[str]:
+    """The trajectories that a run's trainers used or dropped, by all that they wrote."""
+    fold = Outstanding(run)
+    for event in trainers:
+        fold.add(event)
+    return fold._closed
 
 
 @dataclass(frozen=True, slots=True)

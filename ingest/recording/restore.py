@@ -7,15 +7,17 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
+
+import pyarrow as pa
 
 from rollbook.engines.weights import log as weight_log
-from rollbook.ingest.admission.outstanding import LOOSE_KEPT, TRAINABLE, Outstanding
+from rollbook.ingest.admission.outstanding import LOOSE_KEPT, TRAINABLE, Outstanding, used_by
 from rollbook.ingest.tokens.tree import TreeTurn, TurnTree, grown
 from rollbook.ingest.trajectories.live import Contents
 from rollbook.ingest.trajectories.registry import SealedNames
 from rollbook.ingest.turns.reply import STOP_STRING
-from rollbook.store import Store, format_cut
+from rollbook.store import Store
 from rollbook.store.events import (
     Event,
     RunOpened,
@@ -28,49 +30,24 @@ from rollbook.store.events import (
     TrajectoryFinished,
     TrajectoryOpened,
 )
+from rollbook.store.fold.standings import Drop, Plan, latest, running, unused
 from rollbook.store.fold.trajectory import Trajectory, Turn
-from rollbook.store.sql.query import connect_at
+from rollbook.store.sealed.derived import STANDING_SCHEMA
 
 TOGETHER = 64
 """Open trajectories that are read together."""
 _RARE = weight_log.KINDS | {r.KIND for r in (RunOpened, StepPlanned, StepCommitted, SampleDropped)}
 """Kinds of what trainers write, and of syncs: their events follow each other across lanes."""
 
-_OPEN = """
-    SELECT trajectory_id FROM internal.trajectory_scalars
-    WHERE run = $run AND finished IS NULL ORDER BY opened, trajectory_id"""
-_CANDIDATES = """
-    SELECT trajectory_id, "group", split, status, opened, finished FROM internal.trajectory_scalars
-    WHERE run = $run AND list_contains($splits, split) AND finished IS NULL
-    UNION ALL
-    (SELECT trajectory_id, "group", split, status, opened, finished FROM internal.trajectory_scalars
-     WHERE run = $run AND list_contains($splits, split) AND finished IS NOT NULL
-     ORDER BY finished DESC, trajectory_id DESC LIMIT $latest)"""
-_RESTORED = f"""
-    WITH candidate AS MATERIALIZED ({_CANDIDATES})
-    SELECT c.trajectory_id, c."group", c.split, c.status, epoch_us(c.finished),
-           coalesce(t.productive, false), t.policies, t.oldest, coalesce(t.sampled, [])
-    FROM candidate c
-    LEFT JOIN (
-      SELECT trajectory_id, bool_or(productive) AS productive, list(policy) AS policies,
-             list(oldest) AS oldest, flatten(list(sampled)) AS sampled
-      FROM (
-        SELECT trajectory_id, policy, bool_or(delivered IS NOT NULL) AS productive,
-               min(min_version) AS oldest,
-               coalesce(list(turn_id) FILTER (delivered IS NULL), []) AS sampled
-        FROM internal.turn_scalars
-        WHERE trajectory_id IN (SELECT trajectory_id FROM candidate)
-          AND min_version IS NOT NULL AND NOT coalesce(altered, false)
-        GROUP BY trajectory_id, policy)
-      GROUP BY trajectory_id) t USING (trajectory_id)
-    ORDER BY c.opened, c.trajectory_id"""
+
+_Trained = Event | Plan | Drop
 
 
 class RunReader:
     """Which trajectories of a run are open, which are outstanding, and what trainings and syncs there were.
 
-    What the units' scalars hold is not read from events, so that a start takes as long as what is open, and
-    not as long as the log.
+    What was derived of sealed units is not read from events, so that a start takes as long as what is open,
+    and not as long as the log.
 
     Attributes:
         outstanding: those that wait to be trained on.
@@ -86,32 +63,46 @@ class RunReader:
         self._store, self._run = store, run
         self.cut = store.head()
         self._open: dict[str, None] = {}
+        known = STANDING_SCHEMA.empty_table()
         if any(self.cut.values()):  # a query takes as long as all the rest of a start, also of nothing
-            self._take_scalars()
-        self._take_rare()
+            known = store.standings(run, self.cut)
+        self._open = dict.fromkeys(running(known))
+        known = latest(known, TRAINABLE, LOOSE_KEPT)
+        ids = known["trajectory_id"]
+        trainers = list(_in_time([self._rare(lane, count, ids) for lane, count in sorted(self.cut.items())]))
+        self._take_standings(known, used_by(run, trainers))
+        self._take_in_time(trainers)
 
-    def _take_scalars(self) -> None:
-        """Take which trajectories are open, and which are outstanding, by the scalars of the log."""
-        params = {"run": self._run, "splits": sorted(TRAINABLE), "latest": LOOSE_KEPT}
-        with connect_at(self._store, format_cut(self.cut)) as connection:
-            opened = connection.read(_OPEN, {"run": self._run}).fetchall()
-            self._open = dict.fromkeys(row[0] for row in opened)
-            rows = connection.read(_RESTORED, params).fetchall()
+    def _take_standings(self, known: pa.Table, used: set[str]) -> None:
+        """Take which trajectories are outstanding, by how far the log says they have come.
+
+        Args:
+            used: those that trainers used or dropped, which need not be taken.
+        """
         finished = []
-        for trajectory_id, group, split, status, finished_us, productive, policies, oldest, sampled in rows:
+        for row in unused(known, used):
             self.outstanding.restore(
-                trajectory_id,
-                group,
-                split,
-                running=finished_us is None,
-                given_up=status == "aborted",
-                productive=productive,
-                oldest=dict(zip(policies or (), oldest or (), strict=True)),
-                sampled=sampled,
+                row["trajectory_id"],
+                row["group"],
+                row["split"],
+                running=row["finished"] is None,
+                given_up=row["status"] == "aborted",
+                productive=row["productive"],
+                oldest=dict(zip(row["policies"], row["oldest"], strict=True)),
+                sampled=row["sampled"],
             )
-            if finished_us is not None:
-                finished.append((finished_us, trajectory_id))
+            if row["finished"] is not None:
+                finished.append((row["finished"], row["trajectory_id"]))
         self.outstanding.finished_before(trajectory_id for _, trajectory_id in sorted(finished))
+
+    def _rare(self, lane: str, count: int, among: pa.ChunkedArray) -> Iterable[_Trained]:
+        """What trainers wrote up to the cut in a lane, in order; of sealed uses only those of these
+        trajectories."""
+        uses, sealed = self._store.sealed_uses(self._run, lane, count, among)
+        others = self._store.events_of(_RARE - {StepPlanned.KIND, SampleDropped.KIND}, {lane: sealed})
+        both = heapq.merge(uses, (e for e in others if e.run == self._run), key=lambda event: event.seq)
+        live = self._store.events_of(_RARE, {lane: count}, {lane: sealed})
+        return chain(both, (e for e in live if e.run == self._run))
 
     def refresh(self) -> None:
         """Read what became durable since the last time."""
@@ -134,25 +125,15 @@ class RunReader:
                 self._open[record.trajectory_id] = None
             elif isinstance(record, TrajectoryFinished):
                 self._open.pop(record.trajectory_id, None)
-        self._take_in_time(list(trainers.values()))
+        self._take_in_time(_in_time(list(trainers.values())))
 
-    def _take_rare(self) -> None:
-        """Take what trainers wrote up to the cut, one event of each lane in memory at a time."""
-        lanes = [{lane: count} for lane, count in sorted(self.cut.items())]
-        self._take_in_time(
-            [(e for e in self._store.events_of(_RARE, lane) if e.run == self._run) for lane in lanes]
-        )
+    def _take_in_time(self, trainers: Iterable[_Trained]) -> None:
+        """Take what trainers wrote, in the order of time; with it everything up to here is read."""
+        self.outstanding.add_all(map(self._noted, trainers))
 
-    def _take_in_time(self, lanes: Sequence[Iterable[Event]]) -> None:
-        """Take events of trainers across lanes in the order of time; with them everything up to here is read.
-
-        Args:
-            lanes: of each its events, in order.
-        """
-        in_time = heapq.merge(*lanes, key=lambda event: event.event_id)
-        self.outstanding.add_all(map(self._noted, in_time))
-
-    def _noted(self, event: Event) -> Event:
+    def _noted(self, event: _Trained) -> _Trained:
+        if not isinstance(event, Event):
+            return event
         if event.kind in weight_log.KINDS:
             self.weights.append(event)
         if isinstance(event.record, SyncStarted | SyncFinished | SyncFailed):
@@ -179,6 +160,11 @@ class RunReader:
         return SealedNames(self._run, hashes), [
             pair for pair in opened if pair[0].trajectory_id not in self._open
         ]
+
+
+def _in_time(lanes: Sequence[Iterable[_Trained]]) -> Iterator[_Trained]:
+    """Events across lanes in the order of time; of each lane they are given in its order."""
+    return heapq.merge(*lanes, key=lambda event: event.event_id)
 
 
 def restored(trajectory: Trajectory) -> Contents:

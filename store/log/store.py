@@ -25,7 +25,16 @@ import pyarrow.compute as pc
 
 from rollbook.store.cut import Cut, check_held, parse_cut
 from rollbook.store.errors import CorruptionError, CutError, FencedError
-from rollbook.store.events import BodyStored, Event, RunOpened, StepPlanned, TrajectoryOpened, codec
+from rollbook.store.events import (
+    BodyStored,
+    Event,
+    RunOpened,
+    SampleDropped,
+    StepPlanned,
+    TrajectoryOpened,
+    codec,
+)
+from rollbook.store.fold.standings import Drop, Plan, plans_of, standings
 from rollbook.store.fold.trajectory import Trajectory, fold
 from rollbook.store.log.consumer import Consumer
 from rollbook.store.log.reader import LaneReader
@@ -35,9 +44,10 @@ from rollbook.store.log.writer import LaneWriter, Shipment
 from rollbook.store.marker import raise_marker
 from rollbook.store.permissions import make_folder
 from rollbook.store.safe_paths import place_inside
+from rollbook.store.sealed.derived import standings_of, unit_plans, unit_standings
 from rollbook.store.sealed.names import Hashes, name_hashes, opened_in
 from rollbook.store.sealed.parquet import TABLE_SCHEMA
-from rollbook.store.sealed.point_read import rows_of_kinds, trajectory_rows, unit_body
+from rollbook.store.sealed.point_read import kinds_of_marks, rows_of_kinds, trajectory_rows, unit_body
 from rollbook.store.sealed.unit import Unit, while_replaced
 from rollbook.store.settings import AppendSettings, StoreSettings, read_settings
 from rollbook.store.wal.files import closed_head, folders_of_lanes, is_replica, take_lock
@@ -47,6 +57,8 @@ CHECKPOINTS = "checkpoints"
 """The store's folder with those of versions."""
 POINT_READS = 256
 """Up to this many trajectories are looked up one by one; for more, the whole log is read."""
+
+_DROP = ["seq", "event_id", "trajectory_id"]
 
 logger = logging.getLogger(__name__)
 
@@ -296,6 +308,40 @@ class Store:
             parts += lane_hashes
         return np.sort(np.concatenate([np.empty(0, np.uint64), *parts]), kind="stable"), ends
 
+    def standings(self, run: str, cut: Cut) -> pa.Table:
+        """How far the run's trajectories have come at a cut: see `fold.standings`.
+
+        Raises:
+            CorruptionError: a file is damaged.
+        """
+
+        def of_lane(count: int, units: Sequence[Unit]) -> tuple[list[pa.Table], int]:
+            whole = [unit for unit in units if unit.next_seq <= count]
+            return [unit_standings(self.path, unit) for unit in whole], whole[-1].next_seq if whole else 0
+
+        tables, ends = list[pa.Table](), dict[str, int]()
+        for lane, count in cut.items():
+            of_one, ends[lane] = while_replaced(self.path, lane, partial(of_lane, count))
+            tables += of_one
+        return standings([*tables, standings_of(self.table(cut, ends))], run)
+
+    def sealed_uses(
+        self, run: str, lane: str, count: int, among: pa.ChunkedArray
+    ) -> tuple[list[Plan | Drop], int]:
+        """What the sealed units within a lane's first events say of uses of these trajectories by the run's
+        steps: what was planned, and what was dropped, in order; and where those units end.
+
+        Raises:
+            CorruptionError: a file is damaged.
+        """
+
+        def of_units(units: Sequence[Unit]) -> tuple[list[Plan | Drop], int]:
+            whole = [unit for unit in units if unit.next_seq <= count]
+            uses = [use for unit in whole for use in _uses(self.path, unit, run, among)]
+            return uses, whole[-1].next_seq if whole else 0
+
+        return while_replaced(self.path, lane, of_units)
+
     def table(self, cut: Cut | None = None, start: Cut | None = None) -> pa.Table:
         """The cut, without what `start` holds, as one Arrow table with `TABLE_SCHEMA`, copying nothing."""
         parts = [
@@ -485,6 +531,35 @@ def _sealed(
             if rows.num_rows:
                 tables.append((unit, rows))
     return tables, min(units[-1].next_seq, stop) if units else 0
+
+
+def _uses(store: Path, unit: Unit, run: str, among: pa.ChunkedArray) -> list[Plan | Drop]:
+    """What a unit says of uses of these trajectories, in order."""
+    kinds = kinds_of_marks(store, unit)
+    if kinds is not None and kinds.keys().isdisjoint({StepPlanned.KIND, SampleDropped.KIND}):
+        return []
+    dropped = rows_of_kinds(store, unit, {SampleDropped.KIND})
+    mine = pc.and_(pc.equal(dropped["run"], run), pc.is_in(dropped["trajectory_id"], among))
+    drops = [Drop(**row) for row in dropped.filter(mine).select(_DROP).to_pylist()]
+    table = unit_plans(store, unit)
+    if table is None:
+        plans = _plans(store, unit, run)
+    else:
+        plans = plans_of(table.filter(pc.equal(table["run"], run)).drop_columns("run"), among)
+    return sorted([*plans, *drops], key=lambda use: use.seq)
+
+
+def _plans(store: Path, unit: Unit, run: str) -> list[Plan]:
+    """Of events that are decoded, with all that their manifests say."""
+    plans = []
+    first, end = {unit.lane: unit.first_seq}, {unit.lane: unit.next_seq}
+    for event in events_of_kinds(store, {StepPlanned.KIND}, first, end):
+        plan = event.record
+        if event.run == run and isinstance(plan, StepPlanned):
+            named = [sample["trajectory_id"] for sample in plan.samples]
+            version = (plan.policy, plan.policy_version, plan.step, plan.attempt)
+            plans.append(Plan(event.seq, event.event_id, *version, named))
+    return plans
 
 
 class _LiveLane:

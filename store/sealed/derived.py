@@ -1,5 +1,5 @@
 """Files derived from a sealed unit: scalars per turn and trajectory, rewards, outliers, what the ledger sums
-up, and the locations of trajectories, names and kinds.
+up, what decides which trajectories may be trained, and the locations of trajectories, names and kinds.
 
 They are in `derived/<lane>/<unit>/` and only make queries faster: each can be deleted at any
 time, and is rebuilt identically. A file is written under another name and renamed, so a file
@@ -16,6 +16,7 @@ from pathlib import Path
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rollbook.store.ids import new_id
 from rollbook.store.permissions import make_empty, make_folder
@@ -25,18 +26,19 @@ from rollbook.store.sealed.names import NAMES, names_of
 from rollbook.store.sealed.parquet import read_file, row_group_ends
 from rollbook.store.sealed.unit import MARKS, TURNS, Unit, derived_folder
 from rollbook.store.spill import private_database
+from rollbook.store.wal.arrow_bytes import read_file as read_arrow_file
 
 SCALARS, TRAJECTORIES, REWARDS = "scalars.3.parquet", "trajectories.4.parquet", "rewards.parquet"
 OUTLIERS = "outliers.parquet"
 PATHS, APART = "paths.parquet", "apart.parquet"
 AMOUNTS, PLANS = "amounts.parquet", "plans.parquet"
-LOCATIONS, KINDS = "locations.arrow", "kinds.arrow"
+LOCATIONS, KINDS, STANDINGS = "locations.arrow", "kinds.arrow", "standings.arrow"
 """A file whose columns change gets another name: what an older release derived goes, and is derived anew."""
 QUERIED = (SCALARS, TRAJECTORIES, REWARDS, OUTLIERS)
 """Those that SQL reads; where one is missing it asks the log."""
 SUMMED = (PATHS, APART, AMOUNTS, PLANS)
 """Those that save the ledger work: where one is missing it looks at more."""
-DERIVED = (*QUERIED, *SUMMED, LOCATIONS, NAMES, KINDS)
+DERIVED = (*QUERIED, *SUMMED, STANDINGS, LOCATIONS, NAMES, KINDS)
 LOCATION_SCHEMA = pa.schema(
     [
         pa.field("trajectory_id", pa.string()),
@@ -46,6 +48,19 @@ LOCATION_SCHEMA = pa.schema(
     ]
 )
 KIND_SCHEMA = pa.schema([pa.field("kind", pa.string()), pa.field("row_group", pa.int64())])
+STANDING_SCHEMA = pa.schema(
+    [
+        *(pa.field(name, pa.string()) for name in ("run", "trajectory_id", "group", "split", "status")),
+        *(pa.field(name, pa.int64()) for name in ("opened", "finished")),
+        pa.field("productive", pa.bool_()),
+        pa.field("policies", pa.list_(pa.string())),
+        pa.field("oldest", pa.list_(pa.int64())),
+        *(pa.field(name, pa.list_(pa.string())) for name in ("sampled", "delivered")),
+        pa.field("whole", pa.bool_()),
+    ]
+)
+"""By trajectory; times in microseconds."""
+PLAN_COLUMNS = ["seq", "event_id", "run", "policy", "policy_version", "step", "attempt", "samples"]
 
 _BOTH = "(SELECT * FROM turns UNION ALL SELECT * FROM marks)"
 _PARTS, _PATHS = "parts", "paths"
@@ -79,6 +94,8 @@ def build_derived(store: Path, unit: Unit) -> list[str]:
                 _write(locations(ids), temporary)
             elif name == NAMES:
                 _write(names_of(tables[MARKS]), temporary)
+            elif name == STANDINGS:
+                _write(_standings(database, f"({projections.trajectory_parts(_BOTH)})", _PARTS), temporary)
             elif name == KINDS:
                 _write(_kinds(tables[MARKS]["kind"], row_group_ends(store, unit, MARKS)), temporary)
             else:
@@ -111,11 +128,55 @@ def _queries() -> dict[str, str]:
 
 
 def _copy(database: duckdb.DuckDBPyConnection, query: str, path: Path, ids: Mapping[str, int]) -> None:
-    quoted = str(path).replace("'", "''")
     options = "FORMAT parquet, COMPRESSION zstd, USE_TMP_FILE false"
     if ids:
         options += f", FIELD_IDS {{{', '.join(f'{name}: {number}' for name, number in ids.items())}}}"
-    database.execute(f"COPY ({query}) TO '{quoted}' ({options})")
+    database.execute(f"COPY ({query}) TO '{_quoted(path)}' ({options})")
+
+
+def _quoted(path: Path) -> str:
+    """A path as it stands in SQL between quotes."""
+    return str(path).replace("'", "''")
+
+
+def _standings(database: duckdb.DuckDBPyConnection, trajectories: str, parts: str) -> pa.Table:
+    query = f"{projections.standings(trajectories, parts)} ORDER BY trajectory_id"
+    return database.sql(query).to_arrow_table().cast(STANDING_SCHEMA).combine_chunks()
+
+
+def standings_of(events: pa.Table) -> pa.Table:
+    """How far the trajectories of some events have come, in the columns of `STANDING_SCHEMA`."""
+    with _database({TURNS: events, MARKS: events.slice(0, 0)}) as database:
+        parts = (projections.trajectory_parts("turns"), projections.turn_parts("turns"))
+        return _standings(database, *(f"({query})" for query in parts))
+
+
+def unit_standings(store: Path, unit: Unit) -> pa.Table:
+    """The unit's standings, in the columns of `STANDING_SCHEMA`: as they were derived, or made anew.
+
+    Raises:
+        CorruptionError: a sealed file cannot be read.
+    """
+    if unit.dropped_us is not None:
+        return STANDING_SCHEMA.empty_table()
+    folder = derived_folder(store, unit)
+    missing = contextlib.suppress(FileNotFoundError, pa.ArrowException)
+    with missing, pa.memory_map(str(folder / STANDINGS)) as source:
+        return read_arrow_file(source.read_buffer(), STANDING_SCHEMA)
+    with contextlib.suppress(duckdb.Error), private_database() as database:
+        # An older release derived these; to read them costs less than the events.
+        files = (folder / TRAJECTORIES, folder / SCALARS)
+        return _standings(database, *(f"read_parquet('{_quoted(file)}')" for file in files))
+    return standings_of(pa.concat_tables(read_file(store, unit, name) for name in (TURNS, MARKS)))
+
+
+def unit_plans(store: Path, unit: Unit) -> pa.Table | None:
+    """What the unit's planned steps named, in the columns `PLAN_COLUMNS`; None where that was not derived."""
+    with contextlib.suppress(OSError, pa.ArrowException):
+        path = derived_folder(store, unit) / PLANS
+        with pq.ParquetFile(path) as file:
+            return file.read(columns=PLAN_COLUMNS, use_threads=False)
+    return None
 
 
 def locations(ids: Mapping[str, pa.ChunkedArray]) -> pa.Table:

@@ -328,6 +328,39 @@ def paths(events: str, parts: str) -> str:
     """
 
 
+def standings(trajectories: str, parts: str) -> str:
+    """How far each trajectory has come, as far as that decides what of it can be trained, by the relations
+    `trajectories` of `trajectory_parts` rows and `parts` of `turn_parts` rows of the same events.
+
+    A turn may be trained if a version sampled it and nothing altered it, once it is delivered: `productive`
+    says that one was, `oldest` has the oldest version of each of `policies` that sampled one. `sampled` are
+    turns that only a delivery elsewhere is missing of, `delivered` those that were completed elsewhere.
+    `whole` says that no event elsewhere changes any of this.
+    """
+    useful = "min_version IS NOT NULL AND NOT coalesce(altered, false)"
+    return f"""
+    SELECT coalesce(t.run, s.run) AS run, trajectory_id, t."group", t.split, t.status,
+           epoch_us(t.opened) AS opened, epoch_us(t.finished) AS finished,
+           coalesce(s.productive, false) AS productive, coalesce(s.policies, []) AS policies,
+           coalesce(s.oldest, []) AS oldest, coalesce(s.sampled, []) AS sampled,
+           coalesce(s.delivered, []) AS delivered,
+           coalesce(t.whole AND coalesce(len(s.sampled) + len(s.delivered), 0) = 0, false) AS whole
+    FROM {trajectories} t FULL JOIN (
+      SELECT trajectory_id, any_value(run) AS run, bool_or(productive) AS productive,
+             list(policy ORDER BY policy) FILTER (oldest IS NOT NULL) AS policies,
+             list(oldest ORDER BY policy) FILTER (oldest IS NOT NULL) AS oldest,
+             list_sort(flatten(list(sampled))) AS sampled, list_sort(flatten(list(delivered))) AS delivered
+      FROM (
+        SELECT trajectory_id, policy, any_value(run) AS run,
+               coalesce(bool_or(delivered IS NOT NULL) FILTER ({useful}), false) AS productive,
+               min(min_version) FILTER ({useful}) AS oldest,
+               coalesce(list(turn_id) FILTER ({useful} AND delivered IS NULL), []) AS sampled,
+               coalesce(list(turn_id) FILTER (completed IS NULL AND delivered IS NOT NULL), []) AS delivered
+        FROM {parts} GROUP BY trajectory_id, policy)
+      GROUP BY trajectory_id) s USING (trajectory_id)
+    """
+
+
 def apart(parts: str, paths: str) -> str:
     """The rows of the relation `parts` of `turn_parts` rows whose trajectory the relation `paths` does not
     have: the turns that are looked at one by one."""

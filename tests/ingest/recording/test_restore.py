@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,7 +18,17 @@ from rollbook import store
 from rollbook.ingest.admission.outstanding import Outstanding
 from rollbook.ingest.recording.restore import RunReader
 from rollbook.store import Event, Store
-from rollbook.store.events import Record, SyncFinished, SyncStarted, TrajectoryFinished, TrajectoryOpened
+from rollbook.store.events import (
+    Record,
+    SyncFinished,
+    SyncStarted,
+    TrajectoryFinished,
+    TrajectoryOpened,
+    TurnDelivered,
+)
+from rollbook.store.fold.standings import Drop, Plan
+from rollbook.store.sealed.derived import PLANS, STANDINGS
+from rollbook.store.sealed.unit import current_units
 from rollbook.store.upkeep.sealer import Sealer
 
 
@@ -24,11 +37,21 @@ class Lanes:
 
     def __init__(self, log: Store) -> None:
         self.log = log
-        self._writers = {lane: log.writer(lane) for lane in ("a-train", "b-serve", "c-train", "d-serve")}
+        self._take()
+
+    def _take(self) -> None:
+        self._writers = {lane: self.log.writer(lane) for lane in ("a-train", "b-serve", "c-train", "d-serve")}
 
     def tell(self, lane: str, *records: Record) -> None:
         """Durable once this returns."""
         self._writers[lane].append([Event(record, RUN) for record in records]).result(10)
+
+    def seal(self) -> None:
+        """All that was told becomes units of its own."""
+        (self.log.path / "store.toml").write_text("[seal]\ncompact_bytes = 0\nkeep_wal_bytes = 0\n")
+        self.close()
+        self._take()
+        Sealer(self.log).run_once()
 
     def close(self) -> None:
         """Give the lanes back."""
@@ -96,6 +119,93 @@ def test_syncs_are_told_in_the_order_in_which_they_were(lanes: Lanes, first: str
     lanes.tell(first, done[4])
     reader.refresh()
     assert reader.syncs == [done[0], starts, done[2], done[1], done[3], done[4]]
+
+
+def _of_an_older_release(derived: Path) -> None:
+    for file in [*derived.rglob(STANDINGS), *derived.rglob(PLANS)]:
+        file.unlink()
+
+
+def _damaged(derived: Path) -> None:
+    for file in [*derived.rglob(STANDINGS), *derived.rglob(PLANS)]:
+        file.write_bytes(b"ARROW1\0\0 and then nothing that Arrow has")
+
+
+STATES: dict[str, Callable[[Path], None]] = {
+    "derived": lambda derived: None,
+    "older": _of_an_older_release,
+    "damaged": _damaged,
+    "removed": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("state", list(STATES))
+def test_what_units_hold_in_part_counts_as_a_whole(lanes: Lanes, state: str) -> None:
+    """Whatever there is of derived files: turns that were delivered in another unit than they were completed
+    in, trajectories of several units, and those that were used, with all of their group."""
+    lanes.tell("a-train", begins(2, batch=4, limit=9))
+    used = [record for name in ("a0", "a1", "d0", "d1") for record in ended(name, name[0])]
+    lanes.tell("b-serve", *used, opened("b0", "b"), opened("b1", "b"), asked("b0"))
+    lanes.tell("b-serve", *answered("b0", 3, delivered=False), opened("e0", "e"), asked("e0"))
+    lanes.tell("b-serve", *answered("e0", 4, delivered=False), opened("v0", "v", split="eval"))
+    lanes.seal()
+    lanes.tell("b-serve", TurnDelivered("b0", "b0.0", "sent"), asked("b1"), *answered("b1", 2))
+    lanes.tell("a-train", planned(0, ["a0", "a1"]), committed(0), dropped("d0"))
+    lanes.seal()
+    lanes.tell("b-serve", TrajectoryFinished("b0"), TrajectoryFinished("b1"), opened("e1", "e"))
+    assert len(current_units(lanes.log.path, "b-serve")) == 2
+    STATES[state](lanes.log.path / "derived")
+    reader = RunReader(lanes.log, RUN)
+    fold = reader.outstanding
+    assert (fold.count, fold.version, fold.room("b"), fold.room("e"), fold.room("d")) == (2, 1, 0, 0, 0)
+    known = {
+        name: (t.group, t.running, t.productive, t.oldest, t.sampled)
+        for name, t in fold._trajectories.items()
+    }
+    assert known == {
+        "b0": ("b", False, True, {"actor": 3}, None),
+        "b1": ("b", False, True, {"actor": 2}, None),
+        "e0": ("e", True, False, {"actor": 4}, {"e0.0"}),
+        "e1": ("e", True, False, {}, set()),
+    }
+    assert {opened.opened.name for opened in reader.open()} == {"e0", "e1", "v0"}
+
+
+def test_standings_are_of_their_cut(lanes: Lanes) -> None:
+    """Sealed or not, also where the cut ends in the middle of a unit."""
+
+    def rows(end: int) -> list[dict[str, Any]]:
+        known = lanes.log.standings(RUN, {"b-serve": end}).drop_columns(["whole", "delivered"])
+        return known.sort_by("trajectory_id").to_pylist()
+
+    first = [*ended("a0", "a"), opened("b0"), asked("b0"), *answered("b0", delivered=False)]
+    second = [TurnDelivered("b0", "b0.0", "sent"), TrajectoryFinished("b0", "aborted"), *ended("c0", "c")]
+    lanes.tell("b-serve", *first, *second)
+    before = [rows(end) for end in range(len(first) + len(second) + 1)]
+    assert [row["trajectory_id"] for row in before[-1]] == ["a0", "b0", "c0"]
+    assert [before[end][1]["sampled"] for end in (6, 8, 9)] == [[], ["b0.0"], []]
+    assert [before[end][1]["status"] for end in (9, 10)] == [None, "aborted"]
+    lanes.seal()
+    assert [rows(end) for end in range(len(before))] == before
+
+
+def test_of_uses_those_that_are_asked_for(lanes: Lanes) -> None:
+    """In the order of the lane, of units that the cut holds."""
+    lanes.tell("a-train", dropped("a"), planned(0, ["b", "a", "c"]), planned(1, ["d"]), dropped("e"))
+    among = pa.chunked_array([["a", "c", "e"]])
+    assert lanes.log.sealed_uses(RUN, "a-train", 4, among) == ([], 0)
+    lanes.seal()
+    uses, end = lanes.log.sealed_uses(RUN, "a-train", 4, among)
+    assert end == 4
+    assert [use.trajectories if isinstance(use, Plan) else use.trajectory_id for use in uses] == [
+        "a",
+        ["a", "c"],
+        [],
+        "e",
+    ]
+    assert [use.seq for use in uses if isinstance(use, Drop)] == [0, 3]
+    assert lanes.log.sealed_uses("another", "a-train", 4, among) == ([], 4)
+    assert lanes.log.sealed_uses(RUN, "a-train", 3, among) == ([], 0)
 
 
 @given(data=st.data(), size=st.integers(1, 3), sealed=st.booleans())
