@@ -458,8 +458,10 @@ def _add_sealed_ids(store: Path, units: list[Unit], ids: dict[int, str]) -> None
                 for segment in unit.segments:
                     ids |= _segment_ids(store, unit.lane, segment.number, segment.bytes)
                 continue
+        first = unit.next_seq - (REMEMBERED - len(ids))
         for name in (TURNS, MARKS):
             table = read_file(store, unit, name, ["seq", "event_id"])
+            table = table.filter(pc.greater_equal(table["seq"], first))
             ids |= zip(table["seq"].to_pylist(), table["event_id"].to_pylist(), strict=True)
 
 

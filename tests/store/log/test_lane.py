@@ -22,7 +22,9 @@ from rollbook.store.events.codec import decode
 from rollbook.store.log import writer as search
 from rollbook.store.log.reader import LaneReader
 from rollbook.store.log.writer import append_future
-from rollbook.store.settings import AppendSettings
+from rollbook.store.sealed.seal import remove_sealed_wal, seal_closed
+from rollbook.store.sealed.unit import current_units
+from rollbook.store.settings import AppendSettings, SealSettings
 from rollbook.store.wal import framer
 from rollbook.store.wal.files import lane_folder, segment_numbers
 from rollbook.store.wal.frame import MAGIC
@@ -347,6 +349,25 @@ def test_a_lane_opened_anew_stores_nothing_twice(
     with store.writer("a") as writer:
         for i in range(0, 60, 10):
             writer.append(events[i : i + 10]).result(30)
+    with store.writer("a") as writer:
+        assert [writer.append([event]).result(30) for event in events] == list(range(60))
+    assert store.head() == {"a": 60}
+
+
+def test_of_sealed_events_the_newest_are_remembered(
+    store: Store, notes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no more of them, however many a unit holds; older ones are searched for."""
+    monkeypatch.setattr(search, "REMEMBERED", 20)
+    monkeypatch.setattr(framer.EventWindow.__init__, "__defaults__", (20,))
+    events = notes(60)
+    with store.writer("a") as writer:
+        writer.append(events).result(30)
+    list(seal_closed(store.path, "a", SealSettings(), all_of_it=True))
+    units, ids = current_units(store.path, "a"), dict[int, str]()
+    search._add_sealed_ids(store.path, units, ids)
+    assert ids == {seq: events[seq].event_id for seq in range(40, 60)}
+    assert remove_sealed_wal(store.path, "a", units, 0)
     with store.writer("a") as writer:
         assert [writer.append([event]).result(30) for event in events] == list(range(60))
     assert store.head() == {"a": 60}
