@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -155,13 +155,10 @@ def among(ids: Iterable[str]) -> dict[str, Any]:
 def definitions(contents: Snapshot) -> list[tuple[str, str]]:
     """(name, query) of every relation, each after those it reads. Pure but for looking which files exist."""
     present = [unit for unit in contents.whole if unit.dropped_us is None]
-    derived = [
-        u for u in present if all((derived_folder(contents.store, u) / name).exists() for name in QUERIED)
-    ]
+    derived = [unit for unit in present if _has(contents, unit, *QUERIED)]
     rest = [unit for unit in present if unit not in derived]
     fat, small = f"kind IN ({_FAT})", f"kind NOT IN ({_FAT})"
     several = [unit for unit in present if unit.several]
-
     computed = contents.live or contents.parts or rest or not derived
 
     def ready(name: str) -> str | None:
@@ -174,13 +171,13 @@ def definitions(contents: Snapshot) -> list[tuple[str, str]]:
         return " UNION ALL BY NAME ".join(queries)
 
     def all_have(*names: str) -> bool:
-        return all((derived_folder(contents.store, u) / name).exists() for u in derived for name in names)
+        return all(_has(contents, unit, *names) for unit in derived)
+
+    def summed(name: str, make: Callable[[str], str], rest: str, every: str) -> str:
+        return known(name, make(rest)) if all_have(name) else make(every)
 
     # What an older release derived lacks some: then what they are made of is asked, of all units.
-    parts = turn_parts("internal.rest")
-    apart = APART if all_have(APART, PATHS) else SCALARS
-    counted = f"({parts})" if all_have(AMOUNTS) else "internal.turn_parts"
-    planned = "internal.rest_marks" if all_have(PLANS) else "internal.mark_events"
+    parts, apart = turn_parts("internal.rest"), APART if all_have(APART, PATHS) else SCALARS
 
     return [
         ("internal.turn_events", _events(contents, present, TURNS, fat)),
@@ -198,12 +195,17 @@ def definitions(contents: Snapshot) -> list[tuple[str, str]]:
         ("internal.rewards", _all_rewards(contents, derived, computed=bool(computed))),
         ("internal.paths", _paths(contents, present)),
         ("internal.apart_parts", known(apart, parts, _MERGED)),
-        ("internal.amounts", known(AMOUNTS, amounts(counted)) if all_have(AMOUNTS) else amounts(counted)),
-        ("internal.plans", known(PLANS, plans(planned)) if all_have(PLANS) else plans(planned)),
+        ("internal.amounts", summed(AMOUNTS, amounts, f"({parts})", "internal.turn_parts")),
+        ("internal.plans", summed(PLANS, plans, "internal.rest_marks", "internal.mark_events")),
         ("internal.several_turns", _events(contents, several, TURNS, fat)),
         ("internal.tokens", tokens("internal.turn_events", "internal.several_turns")),
         ("internal.outliers", known(OUTLIERS, outliers("internal.rest_turns"))),
     ]
+
+
+def _has(contents: Snapshot, unit: Unit, *names: str) -> bool:
+    """Whether these files were derived of a unit."""
+    return all((derived_folder(contents.store, unit) / name).exists() for name in names)
 
 
 def _all_rewards(contents: Snapshot, derived: Sequence[Unit], *, computed: bool) -> str:
