@@ -64,9 +64,11 @@ def plans_of(table: pa.Table, among: pa.ChunkedArray) -> list[Plan]:
 
 def standings(tables: Iterable[pa.Table], run: str) -> pa.Table:
     """One row per trajectory of the run that was opened, of tables that may hold one several times."""
-    mine = pa.concat_tables(table.filter(pc.equal(table["run"], run)) for table in tables)
-    merged = _merged(mine.filter(pc.invert(mine["whole"])).to_pylist())
-    return pa.concat_tables([mine.filter(mine["whole"]), pa.Table.from_pylist(merged, mine.schema)])
+    told = pa.concat_tables(tables)
+    mine = pc.equal(told["run"], run)
+    merged = _merged(told.filter(pc.and_not(mine, told["whole"])).to_pylist())
+    whole = told.filter(pc.and_(mine, told["whole"]))
+    return pa.concat_tables([whole, pa.Table.from_pylist(merged, told.schema)])
 
 
 def _merged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -107,12 +109,13 @@ def latest(known: pa.Table, splits: Collection[str], most: int) -> pa.Table:
     """Rows of `standings` of these splits: all that run, and so many of those that ended, the latest."""
     wanted = pc.is_in(known["split"], pa.array(sorted(splits), pa.string()))
     void = pc.fill_null(pc.equal(known["status"], VOID), False)
-    known = known.filter(pc.and_(wanted, pc.invert(void)))
-    ended = known.filter(pc.is_valid(known["finished"]))
+    wanted, over = pc.and_not(wanted, void), pc.is_valid(known["finished"])
+    ended = known.filter(pc.and_(wanted, over))
     if ended.num_rows > most:
         order = [("finished", "descending"), ("trajectory_id", "descending")]
-        ended = ended.take(pc.select_k_unstable(ended, most, sort_keys=order))
-    return pa.concat_tables([known.filter(pc.is_null(known["finished"])), ended])
+        keys = ended.select([name for name, _ in order])
+        ended = ended.take(pc.select_k_unstable(keys, most, sort_keys=order))
+    return pa.concat_tables([known.filter(pc.and_not(wanted, over)), ended])
 
 
 def unused(known: pa.Table, used: Collection[str]) -> list[dict[str, Any]]:
