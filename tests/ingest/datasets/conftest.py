@@ -10,7 +10,7 @@ from rollbook.bench.scripted.dialogues import write_model
 from rollbook.ingest.tokens.chat_template import ChatTokenizer, load_chat_tokenizer
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder: a tokenizer and a chat template."""
     folder = tmp_path_factory.mktemp("model")
@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tokenizer(model: Path) -> ChatTokenizer:
     """Its tokenizer."""
     return load_chat_tokenizer(model)

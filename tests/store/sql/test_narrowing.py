@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import duckdb
 import pytest
 
 from rollbook import store as rb
-from rollbook.store import Store
+from rollbook.store import Event
 from rollbook.store.sql.narrowing import Narrowed, narrowed
 from rollbook.store.sql.sandbox import Connection
 
@@ -79,6 +81,20 @@ NOT_OURS = [
 """Queries that are left as they are."""
 
 
+@pytest.fixture(scope="module")
+def connection(
+    tmp_path_factory: pytest.TempPathFactory, story: dict[str, list[Event]]
+) -> Iterator[Connection]:
+    """To a store of the story, with all views: tests only read."""
+    log = rb.open(tmp_path_factory.mktemp("narrowing") / "store", create=True)
+    for lane, events in story.items():
+        with log.writer(lane) as writer:
+            writer.append(events).result(30)
+    with rb.connect(log.path) as opened:
+        assert opened.raw is not None
+        yield opened
+
+
 def _narrowed(connection: Connection, query: str) -> Narrowed | None:
     return narrowed(connection.raw, query, lambda sql: sql)
 
@@ -89,97 +105,88 @@ def _same_rows(connection: Connection, query: str) -> None:
 
 
 @pytest.mark.parametrize("query", IN_TWO)
-def test_few_turns(story_store: Store, query: str) -> None:
+def test_few_turns(connection: Connection, query: str) -> None:
     """As many as there are of the whole view; in their order, where one is asked for."""
-    with rb.connect(story_store.path) as connection:
-        narrow = _narrowed(connection, query)
-        assert narrow is not None
-        assert narrow.which is not None
-        rows = connection.execute(query).fetchall()
-        lazily = connection.sql(query).fetchall()
-        whole = connection.raw.execute(query).fetchall()
-        every = connection.raw.execute(query.lower().partition("limit")[0]).fetchall()
+    narrow = _narrowed(connection, query)
+    assert narrow is not None
+    assert narrow.which is not None
+    rows = connection.execute(query).fetchall()
+    lazily = connection.sql(query).fetchall()
+    whole = connection.raw.execute(query).fetchall()
+    every = connection.raw.execute(query.lower().partition("limit")[0]).fetchall()
     assert len(rows) == len(lazily) == len(whole)
     assert all(row in every for row in rows)
     assert rows == lazily == whole or " order by " not in query
 
 
 @pytest.mark.parametrize("query", WHOLE)
-def test_a_query_in_one(story_store: Store, query: str) -> None:
+def test_a_query_in_one(connection: Connection, query: str) -> None:
     """Which turns it is about cannot be asked for less."""
-    with rb.connect(story_store.path) as connection:
-        narrow = _narrowed(connection, query)
-        assert narrow is not None
-        assert narrow.which is None
-        _same_rows(connection, query)
+    narrow = _narrowed(connection, query)
+    assert narrow is not None
+    assert narrow.which is None
+    _same_rows(connection, query)
 
 
 @pytest.mark.parametrize("query", SCALARS)
-def test_a_query_of_scalars(story_store: Store, query: str) -> None:
+def test_a_query_of_scalars(connection: Connection, query: str) -> None:
     """It joins nothing."""
-    with rb.connect(story_store.path) as connection:
-        narrow = _narrowed(connection, query)
-        assert narrow is not None
-        assert (narrow.joined, narrow.which) == (frozenset(), None)
-        assert "LEFT JOIN" not in narrow.whole()
-        if "explain" not in query:
-            _same_rows(connection, query)
+    narrow = _narrowed(connection, query)
+    assert narrow is not None
+    assert (narrow.joined, narrow.which) == (frozenset(), None)
+    assert "LEFT JOIN" not in narrow.whole()
+    if "explain" not in query:
+        _same_rows(connection, query)
 
 
-def test_each_column_brings_its_own_join(story_store: Store) -> None:
+def test_each_column_brings_its_own_join(connection: Connection) -> None:
     """The name, the reward and the details, each alone."""
     brought = {
         "trajectory": "internal.trajectory_parts",
         "reward": "internal.rewards",
         "content": "turn_events",
     }
-    with rb.connect(story_store.path) as connection:
-        for column, relation in brought.items():
-            narrow = _narrowed(connection, f"select {column} from turns")
-            assert narrow is not None
-            assert (
-                narrow.whole().count("LEFT JOIN")
-                - narrow.whole().count("LEFT JOIN (SELECT trajectory_id, sup")
-                == 1
-            )
-            assert relation in narrow.whole()
+    for column, relation in brought.items():
+        narrow = _narrowed(connection, f"select {column} from turns")
+        assert narrow is not None
+        assert (
+            narrow.whole().count("LEFT JOIN") - narrow.whole().count("LEFT JOIN (SELECT trajectory_id, sup")
+            == 1
+        )
+        assert relation in narrow.whole()
 
 
 @pytest.mark.parametrize("query", EVERYTHING)
-def test_a_query_that_may_name_any_column(story_store: Store, query: str) -> None:
+def test_a_query_that_may_name_any_column(connection: Connection, query: str) -> None:
     """It has all of them."""
-    with rb.connect(story_store.path) as connection:
-        narrow = _narrowed(connection, query)
-        assert narrow is None or {"trajectory", "reward", "content"} <= narrow.joined
-        _same_rows(connection, query)
+    narrow = _narrowed(connection, query)
+    assert narrow is None or {"trajectory", "reward", "content"} <= narrow.joined
+    _same_rows(connection, query)
 
 
 @pytest.mark.parametrize("query", NOT_OURS)
-def test_another_query(story_store: Store, query: str) -> None:
+def test_another_query(connection: Connection, query: str) -> None:
     """It is run as it stands."""
-    with rb.connect(story_store.path) as connection:
-        assert _narrowed(connection, query) is None
-        _same_rows(connection, query)
+    assert _narrowed(connection, query) is None
+    _same_rows(connection, query)
 
 
-def test_what_is_wrong_is_told_of_the_query_as_it_stands(story_store: Store) -> None:
+def test_what_is_wrong_is_told_of_the_query_as_it_stands(connection: Connection) -> None:
     """Its own words, not those of half of it."""
-    with rb.connect(story_store.path) as connection:
-        for query in (
-            "select * from turns where nothing = 1 limit 3",
-            "select content as c from turns where d limit 3",
-        ):
-            with pytest.raises(duckdb.BinderException) as ours:
-                connection.execute(query)
-            with pytest.raises(duckdb.BinderException) as plain:
-                connection.raw.execute(query)
-            assert str(ours.value) == str(plain.value)
+    for query in (
+        "select * from turns where nothing = 1 limit 3",
+        "select content as c from turns where d limit 3",
+    ):
+        with pytest.raises(duckdb.BinderException) as ours:
+            connection.execute(query)
+        with pytest.raises(duckdb.BinderException) as plain:
+            connection.raw.execute(query)
+        assert str(ours.value) == str(plain.value)
 
 
-def test_parameters_are_those_of_the_whole(story_store: Store) -> None:
+def test_parameters_are_those_of_the_whole(connection: Connection) -> None:
     """A query with some is asked as it stands."""
-    with rb.connect(story_store.path) as connection:
-        query = "select turn_id, content from turns where prompt_length >= $1 order by turn_id limit 2"
-        rows = connection.execute(query, [1]).fetchall()
-        assert rows == connection.raw.execute(query, [1]).fetchall()
-        assert len(rows) == 2
+    query = "select turn_id, content from turns where prompt_length >= $1 order by turn_id limit 2"
+    rows = connection.execute(query, [1]).fetchall()
+    assert rows == connection.raw.execute(query, [1]).fetchall()
+    assert len(rows) == 2
