@@ -350,7 +350,7 @@ def _make(connection: Connection) -> None:
 
 @cache
 def _statements(backend: str) -> tuple[str, ...]:
-    """What creates the tables: to write it takes longer than to run it, and a process may make many catalogs."""
+    """What creates the tables: to write it takes longer than to run it, and a process may make many."""
     dialect = registry.load(backend)()
     tables = (*Base.metadata.sorted_tables, _VERSION)
     return tuple(str(CreateTable(table).compile(dialect=dialect)) for table in tables)
