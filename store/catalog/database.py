@@ -22,11 +22,8 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from alembic import command
-from alembic.config import Config
-from alembic.script import ScriptDirectory
 from sqlalchemy import (
     URL,
     BigInteger,
@@ -56,6 +53,9 @@ from rollbook.store.errors import CatalogError, OutsideError
 from rollbook.store.external_access import allows_folder, allows_host, remedy
 from rollbook.store.permissions import make_empty
 from rollbook.store.safe_paths import refuse_no_plain
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 SCHEMA_REVISION = "0004"
 
@@ -288,7 +288,6 @@ class Database:
                 upgrade(connection)
 
     def _refuse_unknown(self, revision: str) -> None:
-        # Here, since few processes need it, and its import takes a quarter of a second.
         if revision not in known_revisions():
             raise CatalogError(
                 f"catalog {self.name} is at revision {revision!r}, which this release does not know "
@@ -506,19 +505,28 @@ def look_at_files(file: Path) -> None:
         raise CatalogError(f"the catalog is not opened: {error}") from error
 
 
+# Few processes need Alembic, and its import takes a quarter of a second.
+
+
 def known_revisions() -> set[str]:
     """The revisions that this release knows."""
+    from alembic.script import ScriptDirectory
+
     return {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
 
 
 def upgrade(connection: Connection) -> None:
     """Bring the tables to the newest revision, in the connection's transaction."""
+    from alembic import command
+
     config = _config()
     config.attributes["connection"] = connection
     command.upgrade(config, "head")
 
 
 def _config() -> Config:
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", "rollbook:migrations")
     return config
