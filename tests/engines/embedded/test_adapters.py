@@ -13,12 +13,10 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -36,9 +34,10 @@ PROMPT = token_ids([3, 7, 11, 2, 9, 40, 41])
 
 def _adapter(model: Path, folder: Path, seed: int, rank: int, targets: list[str]) -> str:
     """Write an adapter with PEFT, far from the weights alone; its digest."""
+    peft = pytest.importorskip("peft")  # seconds, which no other test needs to wait for
     torch.manual_seed(seed)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    adapted = get_peft_model(plain, LoraConfig(r=rank, lora_alpha=32, target_modules=targets))
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(r=rank, lora_alpha=32, target_modules=targets))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
@@ -80,6 +79,8 @@ class Served:
         """Of tokens from the second on, by PEFT's own model."""
         model: Any = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
         if name:
+            from peft import PeftModel
+
             model = PeftModel.from_pretrained(model, self.folders[name]).eval()
         tokens = torch.tensor([[*map(int, ids)]])
         with torch.no_grad():
