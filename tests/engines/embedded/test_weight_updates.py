@@ -134,7 +134,7 @@ def test_any_architecture_is_loaded_served_and_updated(
     def check(model: Path) -> None:
         generation = _generate(served)
         expected = forward([(model, len(generation.completion_ids))], range(5, 25), generation.completion_ids)
-        assert np.abs(generation.logprobs - expected).max() < 1e-5
+        assert np.abs(generation.logprobs - expected).max() < 3e-5  # of -7: processors round otherwise
         reported = _post(served, "/weights_checker", action="checksum")
         tensors = read_weights(model)
         assert reported["ranks"][0]["checksums"] == {
