@@ -120,7 +120,7 @@ fmt: $(STAMP)  ## format the code
 
 bench: $(STAMP) $(SERVICE)/.installed  ## measure against the machine and against peers; a minute each, three for the proxy, five for the service, eight for the loop and for hostile
 	@ROLLBOOK_UV="$(UV)" $(BIN)/python -m rollbook.bench.litellm_peer > /dev/null || echo "no litellm here: it is left out"
-	@for name in append hostile loop materialize proxy recover replay rollouts scale seal service sql sync tail train view; do $(BIN)/python -m bench $$name || exit; done
+	@for name in append device hostile loop materialize proxy recover replay rollouts scale seal service sql sync tail train view; do $(BIN)/python -m bench $$name || exit; done
 
 wheel: $(STAMP)  ## build the wheel and check that it works where nothing else is installed
 	bash .ci/wheel

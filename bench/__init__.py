@@ -25,6 +25,7 @@ BENCHES = (
         "append",
         "bits",
         "cluster",
+        "device",
         "hostile",
         "learning",
         "loop",

@@ -83,8 +83,8 @@ def test_without_json_there_are_two_tables(
 def test_what_cannot_be_run(tmp_path: Path) -> None:
     """An unknown name lists the names; a folder that is not there is named."""
     names = (
-        "append, bits, cluster, hostile, learning, loop, materialize, proxy, recover, replay, rollouts, "
-        "scale, seal, service, sql, sync, tail, train, view"
+        "append, bits, cluster, device, hostile, learning, loop, materialize, proxy, recover, replay, "
+        "rollouts, scale, seal, service, sql, sync, tail, train, view"
     )
     with pytest.raises(ConfigError, match=f"'nope': use one of {names}$"):
         run_bench("nope", tmp_path, True)
