@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -38,14 +38,12 @@ def tree_hash(data: Any) -> str:
     """The hash (hex) of a tensor's bytes by blocks."""
     view = memoryview(data).cast("B")
     starts = range(0, len(view), BLOCK_BYTES)
-    return tree_root([xxhash.xxh3_128_digest(view[at : at + BLOCK_BYTES]) for at in starts])
+    return tree_root(b"".join(xxhash.xxh3_128_digest(view[at : at + BLOCK_BYTES]) for at in starts))
 
 
-def tree_root(blocks: Sequence[bytes]) -> str:
-    """The hash (hex) of a tensor whose blocks have these; of one block, or of none, its own."""
-    if len(blocks) == 1:
-        return blocks[0].hex()
-    return xxhash.xxh3_128_hexdigest(b"".join(blocks))
+def tree_root(hashes: bytes) -> str:
+    """The hash (hex) of a tensor whose blocks have these, 16 bytes each; of one block, or none, its own."""
+    return hashes.hex() if len(hashes) == 16 else xxhash.xxh3_128_hexdigest(hashes)
 
 
 def combine(lines: Iterable[str], *, tree: bool = False) -> str:

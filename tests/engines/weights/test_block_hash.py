@@ -16,7 +16,7 @@ from rollbook.store.digest import BLOCK_BYTES, tree_hash
 
 torch = pytest.importorskip("torch")
 
-from rollbook.engines.weights.block_hash import block_hashes  # noqa: E402
+from rollbook.engines.weights.block_hash import block_sums, merged  # noqa: E402
 from rollbook.engines.weights.device_hashes import hash_there, lines_of  # noqa: E402
 from rollbook.engines.weights.digests import line_of, lines_of_stream  # noqa: E402
 
@@ -31,7 +31,7 @@ def _blocks(seed: int, count: int) -> np.ndarray:
 
 def _hashes(blocks: np.ndarray) -> list[bytes]:
     words = torch.from_numpy(blocks.view(np.int64))
-    data = block_hashes(words).numpy().astype(">i8").tobytes()
+    data = merged(block_sums(words)).numpy().astype(">i8").tobytes()
     return [data[16 * at : 16 * (at + 1)] for at in range(len(blocks))]
 
 

@@ -36,19 +36,16 @@ PART_BLOCKS = 512
 """Blocks that torch passes over at once: 32 MiB, and a few times that for what is between."""
 
 
-def block_hashes(words: torch.Tensor) -> torch.Tensor:
-    """xxh3-128 of each block, as (high, low) halves.
+def block_sums(words: torch.Tensor) -> torch.Tensor:
+    """The eight sums of each block, int64 [blocks, 8], of which `merged` makes its hash.
 
     Args:
         words: the blocks' bytes as int64 [blocks, 8192], on any device.
-
-    Returns:
-        int64 [blocks, 2], there.
     """
     if words.is_cuda and (kernel := _kernel()) is not None:
         sums: torch.Tensor = kernel.block_sums(words)
-        return _merged(sums)
-    parts = [_merged(_sums(part)) for part in torch.split(words, PART_BLOCKS)]
+        return sums
+    parts = [_sums(part) for part in torch.split(words, PART_BLOCKS)]
     return torch.cat(parts) if len(parts) != 1 else parts[0]
 
 
@@ -89,8 +86,11 @@ def _shifted(value: torch.Tensor, by: int) -> torch.Tensor:
     return (value >> by) & ((1 << (64 - by)) - 1)
 
 
-def _merged(sums: torch.Tensor) -> torch.Tensor:
-    """The hashes of blocks, int64 [blocks, 2], from their sums."""
+def merged(sums: torch.Tensor) -> torch.Tensor:
+    """xxh3-128 of blocks, as (high, low) halves, int64 [blocks, 2], from their sums [blocks, 8].
+
+    Some sixty small operations: they are done once for the blocks of many tensors.
+    """
     low = _mixed(sums, secret_words(11, LANES), BLOCK_BYTES * FACTORS[0])
     high = _mixed(sums, secret_words(117, LANES), ~(BLOCK_BYTES * FACTORS[1]))
     return torch.stack([high, low], 1)

@@ -24,7 +24,7 @@ BESIDE = 4
 
 
 def block_sums(words: torch.Tensor) -> torch.Tensor:
-    """The eight sums of each block, int64 [blocks, 8]; arguments as of `block_hash.block_hashes`."""
+    """The eight sums of each block, int64 [blocks, 8]; arguments as of `block_hash.block_sums`."""
     words = words.contiguous()
     sums = torch.empty((len(words), LANES), dtype=torch.int64, device=words.device)
     grid = (triton.cdiv(len(words), BESIDE),)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import xxhash
 
-from rollbook.engines.weights.block_hash import block_hashes
+from rollbook.engines.weights.block_hash import block_sums, merged
+from rollbook.engines.weights.xxh3 import LANES
 from rollbook.store.digest import BLOCK_BYTES, line_with, tree_root
 
 PART_BYTES = 256 << 20
@@ -22,17 +23,17 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceHashes:
-    """A tensor's hashes, on its device.
+    """What a tensor's hash is made of, on its device.
 
     Attributes:
-        blocks: of its whole blocks, int64 [blocks, 2].
+        sums: of its whole blocks, int64 [blocks, 8].
         rest: the bytes behind them, uint8.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    blocks: torch.Tensor
+    sums: torch.Tensor
     rest: torch.Tensor
 
 
@@ -42,12 +43,12 @@ def hash_there(name: str, tensor: torch.Tensor) -> DeviceHashes:
     narrow = flat.dtype in _NARROW
     width = 4 if narrow else flat.element_size()
     whole = flat.numel() * width // BLOCK_BYTES * (BLOCK_BYTES // width)
-    hashes = [block_hashes(part.view(torch.int64).view(-1, _WORDS)) for part in _parts(flat[:whole], narrow)]
-    blocks = torch.cat(hashes) if hashes else torch.empty((0, 2), dtype=torch.int64, device=flat.device)
+    parts = [block_sums(part.view(torch.int64).view(-1, _WORDS)) for part in _parts(flat[:whole], narrow)]
+    sums = torch.cat(parts) if parts else torch.empty((0, LANES), dtype=torch.int64, device=flat.device)
     rest = flat[whole:].float() if narrow else flat[whole:]
     dtype = "float32" if narrow else str(flat.dtype).removeprefix("torch.")
     # A copy: its view would keep the tensor's memory.
-    return DeviceHashes(name, dtype, tuple(tensor.shape), blocks, rest.view(torch.uint8).clone())
+    return DeviceHashes(name, dtype, tuple(tensor.shape), sums, rest.view(torch.uint8).clone())
 
 
 def _parts(flat: torch.Tensor, narrow: bool) -> Iterator[torch.Tensor]:
@@ -65,17 +66,16 @@ def lines_of(hashed: Sequence[DeviceHashes]) -> list[str]:
     """The lines of tensors of one device, which is waited for once."""
     if not hashed:
         return []
-    blocks = torch.cat([tensor.blocks for tensor in hashed]).cpu().numpy().astype(">i8").tobytes()
+    hashes = merged(torch.cat([tensor.sums for tensor in hashed])).cpu().numpy().astype(">i8").tobytes()
     rests = torch.cat([tensor.rest for tensor in hashed]).cpu().numpy()
     lines, at, rest_at = [], 0, 0
     for tensor in hashed:
-        count, left = len(tensor.blocks), len(tensor.rest)
-        each = [blocks[16 * place : 16 * (place + 1)] for place in range(at, at + count)]
-        each += _hash(rests[rest_at : rest_at + left])
-        lines.append(line_with(tensor.name, tensor.dtype, tensor.shape, tree_root(each)))
-        at, rest_at = at + count, rest_at + left
+        size, left = 16 * len(tensor.sums), len(tensor.rest)
+        own = hashes[at : at + size] + _hash(rests[rest_at : rest_at + left])
+        lines.append(line_with(tensor.name, tensor.dtype, tensor.shape, tree_root(own)))
+        at, rest_at = at + size, rest_at + left
     return lines
 
 
-def _hash(rest: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> list[bytes]:
-    return [xxhash.xxh3_128_digest(rest.data)] if len(rest) else []
+def _hash(rest: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> bytes:
+    return xxhash.xxh3_128_digest(rest.data) if len(rest) else b""
