@@ -85,8 +85,9 @@ def build_derived(store: Path, unit: Unit) -> list[str]:
             (folder / name).unlink()
     tables = {TURNS: read_file(store, unit, TURNS), MARKS: read_file(store, unit, MARKS)}
     with _database(tables) as database:
-        database.execute(f"CREATE TABLE {_PARTS} AS {projections.turn_parts(_BOTH)}")
-        database.execute(f"CREATE TABLE {_PATHS} AS {projections.paths(_BOTH, _PARTS)}")
+        # Not as DuckDB's tables: it knows of these that a column has no null, and its files would say so.
+        database.register(_PARTS, database.sql(projections.turn_parts(_BOTH)).to_arrow_table())
+        database.register(_PATHS, database.sql(projections.paths(_BOTH, _PARTS)).to_arrow_table())
         for name in missing:
             temporary = make_empty(folder / f".{name}.{new_id()}")
             if name == LOCATIONS:
