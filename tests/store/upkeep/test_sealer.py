@@ -264,7 +264,7 @@ import subprocess, sys
 from rollbook.ingest.serve import proxy
 from rollbook.ingest.serve.proxy import sealer_beside
 from pathlib import Path
-proxy.PAUSE_S = 0.1
+proxy.PAUSE_S, proxy.END_S = 0.1, 60.0
 with sealer_beside(Path(sys.argv[1])) as child:
     print(child.process.pid, flush=True)
     sys.stdin.readline()
