@@ -157,25 +157,25 @@ class Outstanding:
             case Event() if event.run == self.run:
                 self._add(event.record)
 
-    def _add(self, told: Record) -> None:
-        match told:
-            case TurnCompleted() | TurnDelivered() as record:
+    def _add(self, record: Record) -> None:
+        match record:
+            case TurnCompleted() | TurnDelivered():
                 self._turn(record)
-            case TrajectoryOpened() as record if record.split in TRAINABLE:
+            case TrajectoryOpened() if record.split in TRAINABLE:
                 self._open(record)
-            case TrajectoryAdopted() as record:
+            case TrajectoryAdopted():
                 if record.trajectory_id not in self._closed:
                     self._trajectories.setdefault(record.trajectory_id, _Trajectory())
-            case TrajectoryFinished() as record:
+            case TrajectoryFinished():
                 self._finish(record)
-            case SampleDropped() as record:
+            case SampleDropped():
                 self._use([record.trajectory_id])
-            case StepPlanned() as plan:
-                named = [str(sample["trajectory_id"]) for sample in plan.samples]
-                self._plan(plan.policy, plan.policy_version, plan.step, plan.attempt, named)
-            case StepCommitted() as record:
+            case StepPlanned():
+                named = [str(sample["trajectory_id"]) for sample in record.samples]
+                self._plan(record.policy, record.policy_version, record.step, record.attempt, named)
+            case StepCommitted():
                 self._committed(record)
-            case RunOpened(command="train") as record:
+            case RunOpened(command="train"):
                 self._run_opened(record)
 
     # Trajectories -----------------------------------------------------------------------------

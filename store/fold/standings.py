@@ -64,11 +64,11 @@ def plans_of(table: pa.Table, among: pa.ChunkedArray) -> list[Plan]:
 
 def standings(tables: Iterable[pa.Table], run: str) -> pa.Table:
     """One row per trajectory of the run that was opened, of tables that may hold one several times."""
-    told = pa.concat_tables(tables)
-    mine = pc.equal(told["run"], run)
-    merged = _merged(told.filter(pc.and_not(mine, told["whole"])).to_pylist())
-    whole = told.filter(pc.and_(mine, told["whole"]))
-    return pa.concat_tables([whole, pa.Table.from_pylist(merged, told.schema)])
+    rows = pa.concat_tables(tables)
+    mine = pc.equal(rows["run"], run)
+    merged = _merged(rows.filter(pc.and_not(mine, rows["whole"])).to_pylist())
+    whole = rows.filter(pc.and_(mine, rows["whole"]))
+    return pa.concat_tables([whole, pa.Table.from_pylist(merged, rows.schema)])
 
 
 def _merged(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -316,8 +316,8 @@ class Store:
         """
 
         def of_lane(count: int, units: Sequence[Unit]) -> tuple[list[pa.Table], int]:
-            whole = [unit for unit in units if unit.next_seq <= count]
-            return [unit_standings(self.path, unit) for unit in whole], whole[-1].next_seq if whole else 0
+            whole, end = _units_within(units, count)
+            return [unit_standings(self.path, unit) for unit in whole], end
 
         tables, ends = list[pa.Table](), dict[str, int]()
         for lane, count in cut.items():
@@ -336,9 +336,8 @@ class Store:
         """
 
         def of_units(units: Sequence[Unit]) -> tuple[list[Plan | Drop], int]:
-            whole = [unit for unit in units if unit.next_seq <= count]
-            uses = [use for unit in whole for use in _uses(self.path, unit, run, among)]
-            return uses, whole[-1].next_seq if whole else 0
+            whole, end = _units_within(units, count)
+            return [use for unit in whole for use in _uses(self.path, unit, run, among)], end
 
         return while_replaced(self.path, lane, of_units)
 
@@ -531,6 +530,12 @@ def _sealed(
             if rows.num_rows:
                 tables.append((unit, rows))
     return tables, min(units[-1].next_seq, stop) if units else 0
+
+
+def _units_within(units: Sequence[Unit], count: int) -> tuple[list[Unit], int]:
+    """The units that hold none but a lane's first `count` events, and the event at which they end."""
+    whole = [unit for unit in units if unit.next_seq <= count]
+    return whole, whole[-1].next_seq if whole else 0
 
 
 def _uses(store: Path, unit: Unit, run: str, among: pa.ChunkedArray) -> list[Plan | Drop]:

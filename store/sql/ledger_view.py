@@ -142,7 +142,8 @@ _BESIDE = """
 
 
 def _attempts(verdict: str) -> str:
-    """Attempts at steps of which an event of this verdict says what became of them."""
+    """Attempts at steps that have an event of this verdict. The view `steps` says the same, from manifests:
+    here these are not read."""
     return f"""(SELECT run, policy, step, CAST({text("attempt")} AS BIGINT) AS attempt
                 FROM internal.mark_events WHERE kind = 'step.{verdict}')"""
 
