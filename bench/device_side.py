@@ -119,7 +119,7 @@ def _read(numbers: torch.Tensor) -> object:
 
 
 def _digest(numbers: torch.Tensor) -> object:
-    """As a step digests its gradients and its optimizer's state."""
+    """As a step digests its gradients, its weights and its optimizer's state."""
     import torch
 
     from rollbook.engines.weights.digests import lines_of_stream

@@ -171,7 +171,7 @@ def ours(model: Path, way: Way) -> Step:
     settings = StepSettings(algorithm, LR)
 
     def step() -> float:
-        input_digests(policy, 0)
+        input_digests(policy, 0, settings.trees)
         with timed("data"):
             batch = build_batch(experience_of(dataset, algorithm), parts, packed=way.packed)
         result = run_step(policy, settings, batch)

@@ -24,6 +24,7 @@ from rollbook.engines.model_files import check_unchanged, origin_of, require_fol
 from rollbook.engines.weights.digests import digest_stream
 from rollbook.store import Event, Store
 from rollbook.store.cut import Cut
+from rollbook.store.digest import is_tree
 from rollbook.store.errors import ConfigError, ModelError, NotFiniteError
 from rollbook.store.events import (
     SPLITS,
@@ -335,8 +336,10 @@ class RewardModel:
         require_folder(folder, "the command")
         config = _config(folder)
         _check_scores(folder, config)
-        digest = digest_stream(stream_checkpoint(folder))
-        check_unchanged(folder, origin_of(folder), digest)
+        origin = origin_of(folder)
+        tree = origin is not None and is_tree(origin.digest)
+        digest = digest_stream(stream_checkpoint(folder), tree=tree)
+        check_unchanged(folder, origin, digest)
         sizes = int(config.vocab_size), int(config.max_position_embeddings)
         return cls(folder, config.num_labels == 2, *sizes, digest)
 

@@ -104,7 +104,7 @@ def _embedded(settings: ServeSettings) -> MakeEngine:
     fleet = Fleet({OWN: engine})
 
     def made(identity: Identity) -> Engine:
-        engine.weights.begin_with(identity.log.own)
+        engine.weights.begin_with(identity.log.own, trees=identity.log.trees)
         engine.updates.located = identity.log.store.located
         return fleet
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from rollbook.engines.weights.digests import digest_tensors
+from rollbook.engines.weights.digests import digest_like
 from rollbook.replay.verdict import Place, StageReplay, Verdict
 from rollbook.store import Store
 from rollbook.store.digest import digest_json
@@ -193,6 +193,6 @@ def _fault(log: Store, record: CheckpointWritten) -> str | None:
     if held.optimizer is not None and record.optimizer_digest is not None:
         pairs.append(("optimizer", held.optimizer, record.optimizer_digest))
     for what, tensors, wanted in pairs:
-        if (digest := digest_tensors(tensors, wanted)) != wanted:
+        if (digest := digest_like(tensors, wanted)) != wanted:
             return f"its {what} have the digest {digest[:16]}, and the log says {wanted[:16]}"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollbook.engines.weights.digests import Tensors, digest_tensors
+from rollbook.engines.weights.digests import Tensors, digest_like
 from rollbook.replay.verdict import StageReplay, Verdict
 from rollbook.store import Store
 from rollbook.store.digest import digest_json
@@ -41,9 +41,9 @@ def written(
             failure = failure or _unreadable(log, record, str(error))
             continue
         due = {what: step.get(stage) for what, stage in STAGES_OF.items()}
+        due["weights"] = record.weights_digest if due["weights"] is None else due["weights"]
         there = digests_of(held, due)
         due = {what: digest for what, digest in due.items() if what in there}
-        due["weights"] = record.weights_digest if due["weights"] is None else due["weights"]
         digests = digest_json(due), digest_json(there)
         if there == due and record.weights_digest == due["weights"]:
             return StageReplay("checkpoint", Verdict.equal, *digests), held
@@ -61,7 +61,7 @@ def digests_of(held: Checkpoint, due: Json) -> Json:
         "critic": held.critic,
         "critic_optimizer": held.critic_optimizer,
     }
-    return {what: digest_tensors(t, due.get(what) or "") for what, t in all_of.items() if t is not None}
+    return {what: digest_like(t, due.get(what) or "") for what, t in all_of.items() if t is not None}
 
 
 def _unreadable(log: Store, record: CheckpointWritten, error: str) -> StageReplay:

@@ -55,10 +55,11 @@ from rollbook.train.environment import fingerprint, took_flash, with_files
 from rollbook.train.model.model import Build, choose_device, set_deterministic
 from rollbook.train.model.shape import ModelShape
 from rollbook.train.model.varlen import serves
+from rollbook.train.ranks.kept_digests import trees_of
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.resume.promise import Promise, promise
-from rollbook.train.resume.restore import RerunStep, has_trees, input_evidence, put_in_place, rerun_steps
+from rollbook.train.resume.restore import RerunStep, input_evidence, put_in_place, rerun_steps
 from rollbook.train.select.recipe import ModelLimits
 from rollbook.train.step.critic import recorded_critic, restored_critic
 from rollbook.train.step.experiences import Experiences, References
@@ -171,8 +172,8 @@ class Replayer(AbstractContextManager["Replayer"]):
         """The policy in place for a step, the digests of what it starts from, and its batch."""
         placed = self._place(plan)
         torch.set_num_threads(int(plan.environment["threads"]))
-        algorithm, trees = recorded_algorithm(plan.algorithm), has_trees(plan)
-        digests = placed.experiences.input_digests(algorithm, plan.seed, trees=trees)
+        algorithm, trees = recorded_algorithm(plan.algorithm), trees_of(plan.input_digests)
+        digests = placed.experiences.input_digests(algorithm, plan.seed, trees)
         samples = samples_at_cut(self.log, plan, self.history.run) if begins(plan) else {}
         return placed, digests, placed.experiences.batch(plan, samples)
 
@@ -184,7 +185,7 @@ class Replayer(AbstractContextManager["Replayer"]):
         """
         plan = step.planned
         placed, digests, batch = self._begun(plan)
-        inputs = input_evidence(placed.policy, placed.critic, trees=has_trees(plan))
+        inputs = input_evidence(placed.policy, placed.critic, trees_of(plan.input_digests))
         before = self._before or self._earlier(step)
         sides = DiffContext(batch, hashes_of(step, before), inputs)
         recorded = plan.input_digests
@@ -341,7 +342,9 @@ class Replayer(AbstractContextManager["Replayer"]):
         activated = self.run_log.activated.get(step.committed.policy_version, ())
         if activated and weights.verdict != Verdict.equal:
             return StageReplay("sent", Verdict.not_proven, why="the step's weights are not proven")
-        return sent(sent_differences(activated, policy.weights_digest().digest, policy.stream_weights))
+
+        digest = policy.weights_digest(tree=trees_of(step.planned.input_digests).weights).digest
+        return sent(sent_differences(activated, digest, policy.stream_weights))
 
     def _earlier(self, step: CommittedStep) -> CommittedStep | None:
         """The step that made the version that a step starts from."""

@@ -19,6 +19,7 @@ from rollbook.store.fold.history import CommittedStep, History
 from rollbook.store.interchange.destination import destination
 from rollbook.store.upkeep.claim import training_claim
 from rollbook.train.checkpoints.checkpoint import Checkpoint, write_checkpoint
+from rollbook.train.ranks.kept_digests import trees_of
 
 LANE = "replay"
 """The lane that rebuilt checkpoints are recorded in."""
@@ -194,4 +195,5 @@ def _write(
         phase=target.planned.phase,
         critic=critic,
         adapter=held.adapter,
+        tree=trees_of(target.planned.input_digests).weights,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rollbook.store.digest import is_tree
 from rollbook.store.errors import VersionError
 from rollbook.store.events import (
     CheckpointWritten,
@@ -80,6 +81,12 @@ class VersionDigests:
             return None
         bound = self.of(run, policy, origin.version)
         return None if bound is None or bound.digest != origin.digest else origin.version
+
+    def trees(self, run: str, policy: str) -> bool:
+        """Whether a policy's weights are digested by blocks: all of its versions are, or none; those of one
+        that no event has named are going to be."""
+        digests = (bound.digest for (r, p, _), bound in self._bound.items() if (r, p) == (run, policy))
+        return all(map(is_tree, digests))
 
     def newest(self, run: str, policy: str) -> int:
         """The highest version that any event has named, -1 where none has named one."""

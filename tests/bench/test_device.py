@@ -114,7 +114,7 @@ def test_a_device_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     side = DeviceSide("cpu", "bfloat16")
     for what in (PRODUCT, READ, DIGEST):
         assert side({"what": what, "floats": 100_000})["seconds"] > 0
-    wanted = digest_tensors({"0": torch.arange(100_000, dtype=torch.float32)}, like="tree-")
+    wanted = digest_tensors({"0": torch.arange(100_000, dtype=torch.float32)}, tree=True)
     assert cast(Any, _digest(side._of(0))).digest == wanted
     side(
         {"what": MODEL, "folder": str(tmp_path), "size": {"width": 64, "layers": 1, "heads": 4, "vocab": 64}}

@@ -180,8 +180,8 @@ def test_another_model_in_the_same_run(
     bound = {e.run: e.record for e in log.events() if isinstance(e.record, PolicyActivated)}
     digests = {run: record.weights_digest for run, record in bound.items()}
     assert digests == {
-        "default": digest_tensors(read_weights(models["dense"])),
-        "another": digest_tensors(read_weights(models["dense-next"])),
+        "default": digest_tensors(read_weights(models["dense"]), tree=True),
+        "another": digest_tensors(read_weights(models["dense-next"]), tree=True),
     }
 
 

@@ -27,20 +27,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from rollbook.engines.model_files import MANIFEST, is_sharded
-from rollbook.engines.weights.digests import Tensors, digest_tensors, line_of, read_weights, stream_files
-from rollbook.store.digest import is_tree
+from rollbook.engines.weights.digests import Tensors, digest_like, line_of, read_weights, stream_files
+from rollbook.store.digest import combine, is_tree
 from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.safe_paths import place_inside, reading, refuse_no_plain
 from rollbook.train.checkpoints.directory import (
     LORA,
     SHARDS,
+    STATES,
     TENSORS,
-    TREES,
     building_beside,
     checkpoint_name,
     copy_along,
-    digest_of,
     free_name,
     hashes,
     make_durable,
@@ -116,6 +115,7 @@ def write_checkpoint(
     critic: tuple[Tensors, Tensors] | None = None,
     adapter: Adapter | None = None,
     scores: int = 0,
+    tree: bool = True,
 ) -> CheckpointWritten:
     """Write a checkpoint durably; returns the event that records it.
 
@@ -125,6 +125,7 @@ def write_checkpoint(
         critic: weights and optimizer state of the critic.
         adapter: the low-rank factors whose products are merged into the weights.
         scores: width of the head of a reward model that begins here; `like` may be a policy.
+        tree: whether weights are digested by blocks, as the run's others are.
 
     Raises:
         ModelError: a stream is not that of the model that `like` describes.
@@ -136,15 +137,17 @@ def write_checkpoint(
         copy_along(like, building)
         if scores:
             name_head(building / "config.json", scores)
-        saved = save_weights(weights, building, like)
+        saved = save_weights(weights, building, like, tree=tree)
         own = (optimizer, *(critic or (None, None)), adapter and adapter.tensors)
         beside = zip(_FILES.items(), own, strict=True)
         lines = {
-            what: _save(t, building / file, tree=what in TREES) for (what, file), t in beside if t is not None
+            what: _save(t, building / file, tree=tree or what in STATES)
+            for (what, file), t in beside
+            if t is not None
         }
         size = size_of(building)
-        state = None if optimizer is None else digest_of("optimizer", lines["optimizer"])
-        digests = digest_of("weights", saved), state
+        state = None if optimizer is None else combine(lines["optimizer"].values(), tree=True)
+        digests = combine(saved.values(), tree=tree), state
         record = CheckpointWritten(policy, version, str(name), *digests, phase, size)
         manifest = manifest_of(run, record, {"weights": saved} | lines)
         manifest |= {} if adapter is None else {LORA: adapter.lora.described}
@@ -197,7 +200,7 @@ def weights_named(path: Path, digest: str) -> Tensors:
         ModelError: files are missing or damaged, or the log names others.
     """
     weights = dict(stream_checkpoint(path))
-    if digest_tensors(weights, digest) != digest:
+    if digest_like(weights, digest) != digest:
         return checkpoint_named(path, digest).weights  # which says what is damaged, or named otherwise
     return weights
 
@@ -205,7 +208,7 @@ def weights_named(path: Path, digest: str) -> Tensors:
 def checkpoint_named(path: Path, digest: str) -> Checkpoint:
     """A whole checkpoint. Arguments and errors as of `weights_named`."""
     held = read_checkpoint(path)
-    if digest_tensors(held.weights, digest) != digest:
+    if digest_like(held.weights, digest) != digest:
         raise ModelError(f"{path}: its weights are not those the log names")
     return held
 
@@ -245,7 +248,7 @@ def _check(
         ModelError: a digest differs.
     """
     for what, tensors in held.items():
-        if digest_tensors(tensors, digests[what]) != digests[what]:
+        if digest_like(tensors, digests[what]) != digests[what]:
             raise ModelError(f"{path}: {what} damaged: {damage(what)}")
 
 
@@ -263,20 +266,22 @@ def _damage(tensors: Tensors, recorded: Any, digest: str) -> str:
 
 
 def save_weights(
-    weights: Tensors | Iterator[tuple[str, torch.Tensor]], building: Path, like: Path
+    weights: Tensors | Iterator[tuple[str, torch.Tensor]], building: Path, like: Path, *, tree: bool = True
 ) -> dict[str, str]:
     """Write weights beside a config.json, and make it name their type; returns the line of each
     tensor in their digest. Arguments and errors as of `write_checkpoint`."""
     config = building / "config.json"
     if isinstance(weights, dict):
         name_dtype(config, next(iter(weights.values())).dtype)
-        return _save(weights, building / WEIGHTS)
+        return _save(weights, building / WEIGHTS, tree=tree)
     first = next(weights)
     name_dtype(config, first[1].dtype)
-    return save_stream(building / WEIGHTS, _again(first, weights), like)
+    return save_stream(building / WEIGHTS, _again(first, weights), like, tree=tree)
 
 
-def save_stream(file: Path, weights: Iterator[tuple[str, torch.Tensor]], like: Path) -> dict[str, str]:
+def save_stream(
+    file: Path, weights: Iterator[tuple[str, torch.Tensor]], like: Path, *, tree: bool = True
+) -> dict[str, str]:
     """Write a stream of weights with one tensor in memory at a time; returns each one's line in
     their digest.
 
@@ -289,7 +294,7 @@ def save_stream(file: Path, weights: Iterator[tuple[str, torch.Tensor]], like: P
     first = next(weights)
     dtype = first[1].dtype  # one type for all tensors, since config.json names one
     kinds = {name: TensorKind(dtype, dims) for name, dims in weight_shapes(read_shape(like)).items()}
-    return write_tensors(file, kinds, _again(first, weights))
+    return write_tensors(file, kinds, _again(first, weights), tree=tree)
 
 
 def _again(
@@ -299,7 +304,7 @@ def _again(
     yield from rest
 
 
-def _save(tensors: Mapping[str, torch.Tensor], file: Path, *, tree: bool = False) -> dict[str, str]:
+def _save(tensors: Mapping[str, torch.Tensor], file: Path, *, tree: bool) -> dict[str, str]:
     # The widest types first, so that each tensor lies at a multiple of its own width.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     return write_tensors(file, {name: kind_of(tensor) for name, tensor in ordered}, ordered, tree=tree)

@@ -19,7 +19,7 @@ import orjson
 import torch
 
 from rollbook.engines.model_files import MANIFEST
-from rollbook.store.digest import combine
+from rollbook.store.digest import combine, is_tree
 from rollbook.store.errors import ModelError, RankError, ShortageError
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.ids import new_id
@@ -33,8 +33,8 @@ LORA = "lora"
 """The manifest's key of the training of low-rank factors."""
 SHARDS = "shards"
 """The manifest's key of the files that ranks wrote, and of the pieces in each."""
-TREES = ("optimizer", "critic_optimizer")
-"""What is digested by blocks; weights are not, by whose digest engines and models name them."""
+STATES = ("optimizer", "critic_optimizer")
+"""What is digested by blocks in every run; weights and factors are where those of the run's first version are."""
 TENSORS = {
     "weights": "tensors",
     "optimizer": "optimizer_tensors",
@@ -70,14 +70,11 @@ def manifest_of(run: str, record: CheckpointWritten, lines: Mapping[str, dict[st
     tensor."""
     manifest: Json = {"run": run, "policy": record.policy, "policy_version": record.policy_version}
     manifest |= {"optimizer_digest": None, TENSORS["optimizer"]: {}}
+    tree = is_tree(record.weights_digest)
     for what, of_tensors in lines.items():
-        manifest |= {f"{what}_digest": digest_of(what, of_tensors), TENSORS[what]: hashes(of_tensors)}
+        digest = combine(of_tensors.values(), tree=tree or what in STATES)
+        manifest |= {f"{what}_digest": digest, TENSORS[what]: hashes(of_tensors)}
     return manifest
-
-
-def digest_of(what: str, lines: Mapping[str, str]) -> str:
-    """The digest of the tensors of one of `TENSORS`, which have these lines."""
-    return combine(lines.values(), tree=what in TREES)
 
 
 def hashes(lines: Mapping[str, str]) -> dict[str, str]:

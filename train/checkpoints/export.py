@@ -17,7 +17,7 @@ import torch
 from rollbook.engines.model_files import MANIFEST, PEFT_CONFIG, PEFT_WEIGHTS, is_sharded, weight_files
 from rollbook.engines.weights.digests import Tensors, line_of, stream_files
 from rollbook.store import Store
-from rollbook.store.digest import combine
+from rollbook.store.digest import combine, is_tree
 from rollbook.store.errors import InterchangeError, ModelError
 from rollbook.store.events import CheckpointRemoved, CheckpointWritten, Event, Json
 from rollbook.store.fold.checkpoints import held_and_removed, removal_message
@@ -263,8 +263,9 @@ def _lines(
     Raises:
         ModelError: the weights have another digest.
     """
-    lines = {name: line_of(name, tensor) for name, tensor in weights}
-    if (digest := combine(lines.values())) != record.weights_digest:
+    tree = is_tree(record.weights_digest)
+    lines = {name: line_of(name, tensor, tree=tree) for name, tensor in weights}
+    if (digest := combine(lines.values(), tree=tree)) != record.weights_digest:
         raise ModelError(
             f"{model}: its weights are not those that the log names for version {record.policy_version} "
             f"(digest {digest[:16]}, in the log {record.weights_digest[:16]}): restore it from a copy, or "

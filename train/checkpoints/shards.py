@@ -33,7 +33,8 @@ from typing import Any
 import orjson
 import torch
 
-from rollbook.engines.weights.digests import digest_tensors, line_of, tensor_bytes
+from rollbook.engines.weights.digests import line_of, lines_of_stream, tensor_bytes
+from rollbook.store.digest import combine
 from rollbook.store.errors import ConfigError, ModelError
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.permissions import make_empty, open_file
@@ -150,25 +151,28 @@ def shard_error(file: Path, why: str) -> ModelError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """What is in a checkpoint: a policy, the training of its low-rank factors, its critic."""
+    """What is in a checkpoint: a policy, the training of its low-rank factors, its critic; and whether the
+    digests of its run's weights are by blocks."""
 
     policy: Policy
     lora: LoraTraining | None = None
     critic: Policy | None = None
+    tree: bool = True
 
     def digests(self) -> Json:
         """Digests of whole tensors, as in the manifest; a step knows all but that of the factors."""
         digests = {
-            "weights": self.policy.weights_digest().digest,
+            "weights": self.policy.weights_digest(tree=self.tree).digest,
             "optimizer": self.policy.optimizer_digest().digest,
         }
         if self.critic is not None:
             digests |= {
-                "critic": self.critic.weights_digest().digest,
+                "critic": self.critic.weights_digest(tree=self.tree).digest,
                 "critic_optimizer": self.critic.optimizer_digest().digest,
             }
         if self.lora is not None:
-            digests["adapter"] = digest_tensors(self.policy.adapter())
+            lines = lines_of_stream(self.policy.adapter().items(), tree=self.tree)
+            digests["adapter"] = combine(lines, tree=self.tree)
         return {f"{what}_digest": digest for what, digest in digests.items()}
 
 

@@ -26,6 +26,7 @@ from rollbook.train.batches.manifest_batch import oldest_of, samples_at_cut
 from rollbook.train.clock import Clock, Spent, clock, timed
 from rollbook.train.config.config import CriticConfig, TrainConfig
 from rollbook.train.publish.publish import Publisher, TrainedVersion
+from rollbook.train.ranks.kept_digests import Trees
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.resume.restore import (
@@ -262,7 +263,9 @@ class Trainer:
             optimizer=config.optimizer.model_dump(mode="json"),
             learning_rate=self.policy.learning_rate(self.done),
             seed=seed,
-            input_digests=self._experiences.input_digests(self._algorithm, seed),
+            input_digests=self._experiences.input_digests(
+                self._algorithm, seed, Trees(weights=self._publisher.checkpoints.trees)
+            ),
             environment=self.environment,
             rollout_batch=in_hand.described(self._divide),
             critic=self._critic_plan(),

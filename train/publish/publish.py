@@ -21,12 +21,13 @@ import torch
 
 from rollbook.engines.hub import model_folder
 from rollbook.engines.model_files import is_sharded, origin_of, require_folder, weight_files
-from rollbook.engines.weights.digests import Tensors, digest_tensors, read_unchanged, stream_files
+from rollbook.engines.weights.digests import Tensors, digest_like, read_unchanged, stream_files
 from rollbook.engines.weights.identify import binding
 from rollbook.engines.weights.log import WeightLog
 from rollbook.store import Event, Store
 from rollbook.store.catalog.catalog import note_checkpoint
 from rollbook.store.cut import Cut
+from rollbook.store.digest import is_tree
 from rollbook.store.errors import EngineError, EngineLostError, TrainError, VersionError
 from rollbook.store.events import (
     CheckpointWritten,
@@ -113,8 +114,9 @@ class Checkpointer:
             VersionError: the run's version 0 has other weights, with which a proxy has recorded.
         """
         config = self._config
-        record = write_checkpoint(*self._named(0), weights, None, like=model, phase=None, scores=scores)
         log = WeightLog(self._log, config.run, config.policy)
+        also: Any = {"like": model, "phase": None, "scores": scores, "tree": log.trees}
+        record = write_checkpoint(*self._named(0), weights, None, **also)
         with binding(log):
             log.refresh()
             try:
@@ -147,7 +149,7 @@ class Checkpointer:
         self.settle()
         policy = trained.policy
         named, adapter = self._named(trained.number), self._adapter(policy, dict)
-        also: Any = {"like": trained.like, "phase": trained.phase, "adapter": adapter}
+        also: Any = {"like": trained.like, "phase": trained.phase, "adapter": adapter, "tree": self.trees}
         return self._noted(write_checkpoint(*named, policy.stream_weights(), None, **also))
 
     def renew_reference(self, version: int, before: int | None) -> None:
@@ -173,6 +175,11 @@ class Checkpointer:
         """
         if self._config.checkpoint.sharded:
             check_shared(self._log.path, self._config.run, self._config.policy, policy)
+
+    @property
+    def trees(self) -> bool:
+        """Whether the run's weights are digested by blocks, as those of its first version are."""
+        return is_tree(self._history.checkpoints[0].weights_digest)
 
     def settle(self) -> None:
         """Wait for the checkpoint that is under way.
@@ -208,11 +215,12 @@ class Checkpointer:
         tensors = _copied(weights) if meanwhile else weights
 
         also: Any = {"like": trained.like, "phase": trained.phase, "critic": of_critic, "adapter": adapter}
+        also |= {"tree": self.trees}
         return lambda: write_checkpoint(*self._named(trained.number), tensors, optimizer, **also)
 
     def _shards(self, trained: TrainedVersion, *, meanwhile: bool) -> Callable[[], CheckpointWritten]:
         """A function that writes a checkpoint of each rank's own pieces."""
-        parts = Trained(trained.policy, self.lora, trained.critic)
+        parts = Trained(trained.policy, self.lora, trained.critic, self.trees)
         also: Any = {"dtype": getattr(torch, self._config.dtype), "meanwhile": meanwhile}
         also |= {"like": trained.like, "phase": trained.phase}
         return begin_sharded(*self._named(trained.number), parts, **also)
@@ -352,7 +360,7 @@ def _digest_of_model(config: TrainConfig, wanted: str) -> str:
     trained, since the run may have begun in another type than it goes on in."""
     digests: dict[str, str] = {}
     for dtype in DTYPES:
-        digests[dtype] = digest_tensors(_own_weights(config, dtype))
+        digests[dtype] = digest_like(_own_weights(config, dtype), wanted)
         if digests[dtype] == wanted:
             return wanted
     return digests[config.dtype]
@@ -561,7 +569,8 @@ class Publisher:
         overlap: bool = False,
     ) -> None:
         policy, path = trained.policy, "" if record is None else record.path
-        digest = policy.weights_digest().digest if record is None else record.weights_digest
+        trees = self.checkpoints.trees
+        digest = policy.weights_digest(tree=trees).digest if record is None else record.weights_digest
         names = tuple(weight_shapes(policy.shape))
         own = (policy.shape.head_dim, self._config.run, names, policy.shape, self._config.dtype)
         release = Release(self._config.policy, trained.number, digest, path, *own)

@@ -210,9 +210,9 @@ class TrainablePolicy:
             held = part.own(value).to(part.tensor.device, copy=True) if value.dim() else value.clone()
             part.optimizer.state[part.tensor][field] = held
 
-    def weights_digest(self, look: Look | None = None) -> Digest:
+    def weights_digest(self, look: Look | None = None, *, tree: bool = True) -> Digest:
         """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""
-        return self._digests.of("weights", self.stream_weights, look)
+        return self._digests.of("weights", self.stream_weights, look, tree=tree)
 
     def optimizer_digest(self, *, tree: bool = True) -> Digest:
         """Digest of the optimizer state. Arguments as of `Policy`."""

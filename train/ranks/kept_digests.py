@@ -6,9 +6,9 @@ A step begins with what the step before ended with: reading it twice would take 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +24,28 @@ class Digest:
 
     digest: str
     lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """Which digests of a step are by blocks, as earlier releases had none.
+
+    Attributes:
+        weights: those of weights, the critic's too.
+        state: those of gradients and of the optimizer's state.
+    """
+
+    weights: bool = True
+    state: bool = True
+
+
+ALL_TREES = Trees()
+
+
+def trees_of(input_digests: Mapping[str, Any]) -> Trees:
+    """Which digests of a step are by blocks, by those that its manifest has of what it starts from."""
+    weights, state = (str(input_digests.get(f"input_{what}")) for what in ("weights", "optimizer"))
+    return Trees(is_tree(weights), is_tree(state))
 
 
 def digest_of(lines: Sequence[str], *, tree: bool = False) -> Digest:

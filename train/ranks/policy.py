@@ -89,12 +89,13 @@ class Policy(Protocol):
             did, its error.
         """
 
-    def weights_digest(self, look: Look | None = None) -> Digest:
+    def weights_digest(self, look: Look | None = None, *, tree: bool = True) -> Digest:
         """Digest of the weights, as in checkpoints and engines; cached until a method here changes
         them.
 
         Args:
             look: called with each tensor first; it may raise.
+            tree: whether it is of blocks; those of a run that an earlier release began are not.
         """
 
     def optimizer_digest(self, *, tree: bool = True) -> Digest:

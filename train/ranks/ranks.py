@@ -445,9 +445,9 @@ class SpreadPolicy:
         specs = [(at, f, tuple(t.shape), t.dtype) for at, f, t in own]
         self._ask("take_state", specs, own=lambda: self._part.spread_state(own))
 
-    def weights_digest(self, look: Look | None = None) -> Digest:
+    def weights_digest(self, look: Look | None = None, *, tree: bool = True) -> Digest:
         """Digest of the weights, as in checkpoints and engines. Arguments as of `Policy`."""
-        return self._digests.of("weights", self.stream_weights, look)
+        return self._digests.of("weights", self.stream_weights, look, tree=tree)
 
     def optimizer_digest(self, *, tree: bool = True) -> Digest:
         """Digest of the optimizer state. Arguments as of `Policy`."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from rollbook.store import Event, Store
 from rollbook.store.catalog.catalog import note_checkpoint
+from rollbook.store.digest import is_tree
 from rollbook.store.errors import TrainError
 from rollbook.store.events import CheckpointWritten, PolicyPublished, Record, StepAbandoned, StepCommitted
 from rollbook.store.fold.history import KINDS, History, fold_history
@@ -127,6 +128,7 @@ def _write_again(config: TrainConfig, log: Store, base: CheckpointWritten, versi
         phase=base.phase,
         critic=None if held.critic is None else (held.critic, held.critic_optimizer or {}),
         adapter=held.adapter,
+        tree=is_tree(base.weights_digest),
     )
 
 

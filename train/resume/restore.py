@@ -40,6 +40,7 @@ from rollbook.train.model.lora import fresh_factors
 from rollbook.train.model.model import Build, choose_device, set_deterministic
 from rollbook.train.model.shape import ModelShape, read_shape
 from rollbook.train.model.varlen import serves
+from rollbook.train.ranks.kept_digests import Trees, trees_of
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.resume.promise import promise
@@ -254,7 +255,9 @@ def check_exact(policy: Policy, base: CheckpointWritten, config: TrainConfig) ->
     Raises:
         TrainError: they were rounded.
     """
-    if config.dtype != "float32" and policy.weights_digest().digest != base.weights_digest:
+    if config.dtype == "float32":
+        return
+    if policy.weights_digest(tree=is_tree(base.weights_digest)).digest != base.weights_digest:
         raise TrainError(
             f"version {base.policy_version} of run {config.run!r} has float32 weights, which "
             f'dtype = "{config.dtype}" would round: train it on in float32, or begin a run of its own '
@@ -342,9 +345,9 @@ def rerun_steps(
     for step in steps:
         plan = step.planned
         torch.set_num_threads(int(plan.environment["threads"]))
-        trees = has_trees(plan)
-        digests = experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed, trees=trees)
-        inputs = input_evidence(policy, experiences.critic, trees=trees)
+        trees = trees_of(plan.input_digests)
+        digests = experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed, trees)
+        inputs = input_evidence(policy, experiences.critic, trees)
         samples = samples_at_cut(log, plan, run) if begins(plan) else {}
         batch = experiences.batch(plan, samples)
         result = run_step(
@@ -356,20 +359,17 @@ def rerun_steps(
         )
 
 
-def has_trees(plan: StepPlanned) -> bool:
-    """Whether a step digests gradients and optimizer state by blocks, as its manifest does."""
-    return is_tree(str(plan.input_digests.get("input_optimizer")))
-
-
-def input_evidence(policy: Policy, critic: Policy | None, *, trees: bool) -> Evidence:
-    """The evidence of the tensors that a step starts from. `trees` as of `StepSettings`."""
-    state = policy.optimizer_digest(tree=trees)
-    evidence = of_tensors(input_weights=policy.weights_digest(), input_optimizer=state)
+def input_evidence(policy: Policy, critic: Policy | None, trees: Trees) -> Evidence:
+    """The evidence of the tensors that a step starts from."""
+    evidence = of_tensors(
+        input_weights=policy.weights_digest(tree=trees.weights),
+        input_optimizer=policy.optimizer_digest(tree=trees.state),
+    )
     if critic is None:
         return evidence
     return evidence | of_tensors(
-        critic_input_weights=critic.weights_digest(),
-        critic_input_optimizer=critic.optimizer_digest(tree=trees),
+        critic_input_weights=critic.weights_digest(tree=trees.weights),
+        critic_input_optimizer=critic.optimizer_digest(tree=trees.state),
     )
 
 
@@ -382,7 +382,7 @@ def settings_of(plan: StepPlanned) -> StepSettings:
         plan.policy_version,
         critic.get("learning_rate"),
         bool(critic.get("alone")),
-        has_trees(plan),
+        trees_of(plan.input_digests),
     )
 
 

@@ -19,7 +19,7 @@ from rollbook.train.config.config import CriticConfig
 from rollbook.train.model.model import Build
 from rollbook.train.model.score_head import critic_shape, with_head
 from rollbook.train.model.shape import ModelShape
-from rollbook.train.ranks.kept_digests import digest_of
+from rollbook.train.ranks.kept_digests import Trees, digest_of
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.step import evidence
@@ -61,11 +61,11 @@ def recorded_critic(plan: StepPlanned) -> CriticConfig:
     return CriticConfig.model_validate_json(orjson.dumps(plan.critic["optimizer"]))
 
 
-def critic_inputs(critic: Policy, *, trees: bool) -> Json:
-    """Digests of the critic's state at the start of a step. `trees` as of `StepSettings`."""
+def critic_inputs(critic: Policy, trees: Trees) -> Json:
+    """Digests of the critic's state at the start of a step."""
     return {
-        "critic_input_weights": critic.weights_digest().digest,
-        "critic_input_optimizer": critic.optimizer_digest(tree=trees).digest,
+        "critic_input_weights": critic.weights_digest(tree=trees.weights).digest,
+        "critic_input_optimizer": critic.optimizer_digest(tree=trees.state).digest,
     }
 
 
@@ -84,12 +84,9 @@ class CriticResult:
 
 
 def run_critic(
-    critic: Policy, algorithm: Algorithm, learning_rate: float, batch: Batch, *, finite: bool, trees: bool
+    critic: Policy, algorithm: Algorithm, learning_rate: float, batch: Batch, *, finite: bool, trees: Trees
 ) -> CriticResult:
     """The critic's forward, backward and optimizer step: the mean loss over the batch's trained tokens.
-
-    Args:
-        trees: as of `StepSettings`.
 
     Raises:
         NotFiniteError: it names the stage, and the sample or tensor, in which it began.
@@ -103,14 +100,14 @@ def run_critic(
     if finite:
         check_tokens("value_losses", losses, batch, batch.partition)
     seen = FiniteValues("critic_gradients")
-    lines = lines_of_stream(critic.stream_gradients(), seen if finite else None, tree=trees)
+    lines = lines_of_stream(critic.stream_gradients(), seen if finite else None, tree=trees.state)
     seen.check()
-    gradients = digest_of(lines, tree=trees)
+    gradients = digest_of(lines, tree=trees.state)
     norm = critic.optimizer_step(learning_rate)
     seen = FiniteValues("critic_weights")
-    weights = critic.weights_digest(seen if finite else None)
+    weights = critic.weights_digest(seen if finite else None, tree=trees.weights)
     seen.check()
-    state = critic.optimizer_digest(tree=trees)
+    state = critic.optimizer_digest(tree=trees.state)
     digests = {
         "value_losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),
         "critic_gradients": gradients.digest,

@@ -36,6 +36,7 @@ from rollbook.train.batches.experience import Bools, Experience, Scores, trained
 from rollbook.train.batches.manifest_batch import begins, experience_at
 from rollbook.train.checkpoints.checkpoint import weights_named
 from rollbook.train.clock import timed
+from rollbook.train.ranks.kept_digests import Trees
 from rollbook.train.ranks.policy import Policy, Read
 from rollbook.train.select.routing import Mixture
 from rollbook.train.select.samples import Sample
@@ -241,16 +242,16 @@ class Experiences:
         """The samples of the rollout batch in hand, in order."""
         return () if self._held is None else self._held.samples
 
-    def input_digests(self, algorithm: Algorithm, seed: int, *, trees: bool = True) -> Json:
-        """Seed the generators, and digest the state that a step starts from. `trees` as of `StepSettings`.
+    def input_digests(self, algorithm: Algorithm, seed: int, trees: Trees) -> Json:
+        """Seed the generators, and digest the state that a step starts from.
 
         Raises:
             TrainError: there is no checkpoint of the reference policy.
         """
-        digests = input_digests(self._policy, seed, trees=trees)
+        digests = input_digests(self._policy, seed, trees)
         if algorithm.reference is not None:
             digests["reference_weights"] = self._references.digest(algorithm.reference)
-        return digests if self.critic is None else digests | critic_inputs(self.critic, trees=trees)
+        return digests if self.critic is None else digests | critic_inputs(self.critic, trees)
 
     def score_ahead(
         self,

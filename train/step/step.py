@@ -24,7 +24,7 @@ from rollbook.train.algorithms.normalizers import Totals
 from rollbook.train.algorithms.parts import check_shape
 from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.batches.batch import Batch, MicroBatch, in_sample_order, micro_batches_of
-from rollbook.train.ranks.kept_digests import digest_of
+from rollbook.train.ranks.kept_digests import ALL_TREES, Trees, digest_of
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.step import evidence, metrics
 from rollbook.train.step.critic import run_critic
@@ -57,7 +57,7 @@ class StepSettings:
         version: the policy's as the step begins, from which ages of tokens count.
         critic_learning_rate: of the critic's optimizer, where the algorithm has a critic.
         critic_alone: whether only the critic's weights move.
-        trees: whether gradients and optimizer state are digested by blocks, as earlier releases did not.
+        trees: which digests are by blocks.
     """
 
     algorithm: Algorithm
@@ -65,7 +65,7 @@ class StepSettings:
     version: int = 0
     critic_learning_rate: float | None = None
     critic_alone: bool = False
-    trees: bool = True
+    trees: Trees = ALL_TREES
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -82,12 +82,12 @@ def rng_digest(device: torch.device) -> str:
     return digest_tensors(states)
 
 
-def input_digests(policy: Policy, seed: int, *, trees: bool = True) -> Json:
-    """Seed the generators, and digest the state that the step starts from. `trees` as of `StepSettings`."""
+def input_digests(policy: Policy, seed: int, trees: Trees) -> Json:
+    """Seed the generators, and digest the state that the step starts from."""
     policy.seed_step(seed)
     return {
-        "input_weights": policy.weights_digest().digest,
-        "input_optimizer": policy.optimizer_digest(tree=trees).digest,
+        "input_weights": policy.weights_digest(tree=trees.weights).digest,
+        "input_optimizer": policy.optimizer_digest(tree=trees.state).digest,
         "rng": rng_digest(policy.device),
     }
 
@@ -132,7 +132,7 @@ def _run_policy(
     look: Look | None,
 ) -> StepResult:
     """The policy's part of a step; its weights stay as they are while the critic learns alone."""
-    algorithm, version = settings.algorithm, settings.version
+    algorithm, version, trees = settings.algorithm, settings.version, settings.trees
     totals = Totals(batch.trained_tokens, batch.trained_samples)
     loss_of = PolicyLoss(algorithm, version, totals)
     output_stage, check = ("scores", check_samples) if algorithm.head_width else ("logprobs", check_tokens)
@@ -146,15 +146,15 @@ def _run_policy(
         check("losses", losses, batch, batch.partition)
     seen = FiniteValues("gradients")
     looks = [item for item in (seen if finite else None, look) if item is not None]
-    lines = lines_of_stream(policy.stream_gradients(), _combined(looks), tree=settings.trees)
+    lines = lines_of_stream(policy.stream_gradients(), _combined(looks), tree=trees.state)
     seen.check()
-    gradients = digest_of(lines, tree=settings.trees)
+    gradients = digest_of(lines, tree=trees.state)
     alone = settings.critic_alone
     norm = policy.gradient_norm() if alone else policy.optimizer_step(settings.learning_rate)
     seen = FiniteValues("weights")
-    weights = policy.weights_digest(seen if finite else None)
+    weights = policy.weights_digest(seen if finite else None, tree=trees.weights)
     seen.check()
-    state = policy.optimizer_digest(tree=settings.trees)
+    state = policy.optimizer_digest(tree=trees.state)
     digests = batch.digests() | {
         output_stage: digest_tensors({str(i): t for i, t in enumerate(values)}),
         "losses": digest_tensors({str(i): t for i, t in enumerate(losses)}),

@@ -297,7 +297,7 @@ def test_a_bfloat16_checkpoint_is_widened(served: InProcess, other_model: Path, 
     AutoModelForCausalLM.from_pretrained(other_model, dtype=torch.bfloat16).save_pretrained(folder)
     answer = _update(served, folder, 9)
     assert answer.status_code == 200, answer.text
-    expected = digest_tensors({n: t.float() for n, t in read_weights(folder).items()})
+    expected = digest_tensors({n: t.float() for n, t in read_weights(folder).items()}, tree=True)
     assert answer.json()["digest"] == expected == served.engine.weights.digest
     assert served.engine.policy_version() == 9
 
@@ -462,13 +462,14 @@ def _with_origin(folder: Path, run: str, digest: str) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("trees", [True, False])
 def test_only_a_version_of_the_run_gives_its_own_version(
-    served: InProcess, other_model: Path, tmp_path: Path
+    served: InProcess, other_model: Path, tmp_path: Path, trees: bool
 ) -> None:
     """Without a version in the request the log names it: by run, policy, version and digest."""
-    digest = digest_tensors(read_weights(other_model))
+    digest = digest_tensors(read_weights(other_model), tree=trees)
     folder = _with_origin(Path(shutil.copytree(other_model, tmp_path / "published")), "default", digest)
-    served.engine.weights.begin_with(WeightLog(served.store, "default", "actor").own)
+    served.engine.weights.begin_with(WeightLog(served.store, "default", "actor").own, trees=trees)
     refused = _update(served, folder)
     assert refused.status_code == 400
     assert "is no version of this run by itself" in refused.text
@@ -483,7 +484,7 @@ def test_only_a_version_of_the_run_gives_its_own_version(
 
 def test_an_engine_begins_with_version_0(tiny_model: Path, tmp_path: Path, store: Store) -> None:
     """Whatever another run called the model; what the run itself has as a version is that one."""
-    digest = digest_tensors(read_weights(tiny_model))
+    digest = digest_tensors(read_weights(tiny_model), tree=True)
     engine = EmbeddedEngine(
         _with_origin(Path(shutil.copytree(tiny_model, tmp_path / "exported")), "run", digest)
     )
@@ -493,5 +494,5 @@ def test_an_engine_begins_with_version_0(tiny_model: Path, tmp_path: Path, store
             with store.writer("train") as writer:
                 written = CheckpointWritten("actor", 12, "checkpoints/v12", digest, None, None, 1)
                 writer.append([Event(written, "run")]).result()
-        engine.weights.begin_with(WeightLog(store, run, "actor").own)
+        engine.weights.begin_with(WeightLog(store, run, "actor").own, trees=True)
         assert engine.held() == (wanted, digest)

@@ -141,11 +141,11 @@ def test_any_architecture_is_loaded_served_and_updated(
             name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
             for name, tensor in tensors.items()
         }
-        assert reported["digest"] == digest_tensors(tensors)
+        assert reported["digest"] == digest_tensors(tensors, tree=True)
 
     check(first)
     answer = _post(served, "/update_weights_from_disk", model_path=str(second), weight_version="1")
-    assert answer["digest"] == digest_tensors(read_weights(second))
+    assert answer["digest"] == digest_tensors(read_weights(second), tree=True)
     check(second)
     _post(served, "/begin_weight_update")
     items = list(read_weights(first).items())
@@ -264,7 +264,7 @@ def test_a_session_lets_running_requests_end_and_holds_the_others(
     renewed.settled()
     *_, last = (e.record for e in renewed.store.events() if isinstance(e.record, PolicyActivated))
     assert (last.policy_version, last.path) == (9, "tensors")
-    assert last.weights_digest == digest_tensors(read_weights(other_model))
+    assert last.weights_digest == digest_tensors(read_weights(other_model), tree=True)
 
 
 def test_tensors_in_mid_generation(
@@ -308,7 +308,7 @@ def test_narrow_tensors_are_widened(renewed: InProcess, other_model: Path) -> No
     _send(renewed, narrow.items(), 41)
     _post(renewed, "/end_weight_update")
     wide = {name: tensor.float() for name, tensor in narrow.items()}
-    assert _post(renewed, "/weights_checker")["digest"] == digest_tensors(wide)
+    assert _post(renewed, "/weights_checker")["digest"] == digest_tensors(wide, tree=True)
 
 
 Spoil = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
@@ -369,7 +369,7 @@ def test_an_update_that_breaks_off_half_way(renewed: InProcess, other_model: Pat
         _post(renewed, "/end_weight_update")
     assert _info(renewed)["weights"] == "whole"
     assert _generate(renewed).version_spans[0].version == 2
-    assert _post(renewed, "/weights_checker")["digest"] == digest_tensors(dict(items))
+    assert _post(renewed, "/weights_checker")["digest"] == digest_tensors(dict(items), tree=True)
 
 
 def test_weights_are_named_once_they_are_verified(
@@ -395,7 +395,7 @@ def test_weights_are_named_once_they_are_verified(
         assert "update_weight_version" in await post("/continue_generation", status=400)
         info = (await renewed.client.get("/engine/model_info")).json()
         assert (info["weights"], info["weight_version"], info["failure"]) == ("unnamed", "0", None)
-        assert f'"digest":"{digest_tensors(dict(items))}"' in await post("/weights_checker")
+        assert f'"digest":"{digest_tensors(dict(items), tree=True)}"' in await post("/weights_checker")
         await post("/update_weight_version", new_version="6", abort_all_requests=False)
         await post("/continue_generation")
         pace.full()

@@ -79,7 +79,7 @@ def make_model(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> P
 def exported(folder: Path, seed: int, run: str = "run", version: int = 3) -> tuple[Path, str]:
     """A model that some store exported as a version of a run; and its digest."""
     path = make_model(folder, seed)
-    digest = digest_tensors(read_weights(path))
+    digest = digest_tensors(read_weights(path), tree=True)
     origin = {"run": run, "policy": "actor", "policy_version": version, "weights_digest": digest}
     (path / "rollbook.json").write_text(json.dumps(origin))
     return path, digest
@@ -169,7 +169,7 @@ def held_by(
 
 def test_the_runs_own_weights(world: World) -> None:
     """By the digest that a trainer or the embedded engine would give it."""
-    digest = digest_tensors(read_weights(world.model))
+    digest = digest_tensors(read_weights(world.model), tree=True)
     assert compare(world.model, held_by(world)) == (digest, HELD)
 
 
@@ -190,7 +190,7 @@ def test_weights_in_the_type_of_the_files(world: World, dtype: str) -> None:
     """Nothing is rounded, so an engine in half precision holds just those; the digest is of float32."""
     model = make_model(world.folder / "half", 3, torch.bfloat16)
     wide = {name: tensor.float() for name, tensor in read_weights(model).items()}
-    expected = (digest_tensors(wide), HELD | {"dtype": "bfloat16"})
+    expected = (digest_tensors(wide, tree=True), HELD | {"dtype": "bfloat16"})
     assert compare(model, held_by(world, "bfloat16", dtype, model)) == expected
 
 
@@ -266,9 +266,10 @@ def test_comparing_elsewhere(world: World) -> None:
     """A process of its own finds the one of several directories, and says why it is none of the others."""
     other = make_model(world.folder / "other", 1)
     held = held_by(world)
-    query = {"url": held.url, "device": "cpu", "dtype": "float32", "ranks": [asdict(held.ranks[0])]}
+    query = {"url": held.url, "device": "cpu", "dtype": "float32", "trees": True}
+    query |= {"ranks": [asdict(held.ranks[0])]}
     reply = run(lambda: identify.compare_elsewhere(query | {"models": [str(other), str(world.model)]}))
-    digest = digest_tensors(read_weights(world.model))
+    digest = digest_tensors(read_weights(world.model), tree=True)
     assert reply["found"] == {"path": str(world.model), "digest": digest, "held": HELD}
     assert list(reply["reasons"]) == [str(other)]
 
@@ -326,10 +327,30 @@ def test_a_server_of_the_runs_model(world: World) -> None:
     [bound] = world.records(PolicyActivated)
     assert bound.weight_name == app.weight_version
     assert (bound.policy_version, bound.engine, bound.path) == (0, url, str(world.model))
-    assert bound.weights_digest == digest_tensors(read_weights(world.model))
+    assert bound.weights_digest == digest_tensors(read_weights(world.model), tree=True)
     assert bound.held == HELD
     assert bound.checksums == expected_ranks_digest(read_weights(world.model).items(), HELD)
     assert checked == [{"action": "checksum", "selector": "target"}]
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_versions_of_a_run_have_digests_of_one_kind(world: World, trees: bool) -> None:
+    """Those of one that an earlier release began are of bytes; whichever kind the folder's manifest has."""
+    weights, made = read_weights(world.model), {"run": "another", "policy": "actor", "policy_version": 5}
+    other = made | {"weights_digest": digest_tensors(weights, tree=not trees)}
+    (world.model / "rollbook.json").write_text(json.dumps(other))
+    digest = digest_tensors(weights, tree=trees)
+    world.tells(CheckpointWritten("actor", 0, "checkpoints/run/actor/v00000000", digest, None, None, 1))
+    _, url = world.server()
+
+    async def scenario() -> None:
+        engine = SglangEngine(url, world.identity(world.model))
+        await engine.start(activated)
+        assert (engine.policy_version(), engine.unverified()) == (0, None)
+        await engine.close()
+
+    run(scenario)
+    assert [bound.weights_digest for bound in world.records(PolicyActivated)] == [digest]
 
 
 def test_a_server_of_other_weights(world: World) -> None:
@@ -412,7 +433,7 @@ def test_a_server_started_from_a_checkpoint(world: World) -> None:
 def test_a_server_of_an_exported_model(world: World, of: str) -> None:
     """It is version 0 of the run that begins with it, unless it is that run's own version by its digest."""
     path, digest = exported(world.folder / "exported", 3, "other" if of == "another run" else "run")
-    recorded = digest if of == "this run" else "another digest"
+    recorded = digest if of == "this run" else "tree-another"
     world.tells(CheckpointWritten("actor", 3, "checkpoints/run/actor/v3", recorded, None, None, 1))
     _, url = world.server(path)
 
@@ -435,7 +456,7 @@ def test_an_exported_model_that_was_changed(world: World) -> None:
     held = load_file(path / "model.safetensors")
     held["model.norm.weight"] += 1
     save_file(held, path / "model.safetensors")
-    changed = digest_tensors(read_weights(path))
+    changed = digest_tensors(read_weights(path), tree=True)
     _, url = world.server(path)
 
     async def scenario() -> str:

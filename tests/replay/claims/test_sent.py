@@ -87,7 +87,7 @@ def _weights(log: Store, version: int) -> Callable[[], Iterator[tuple[str, torch
 
 def _compared(log: Store, version: int, stream: Any) -> dict[str, Sent]:
     results = sent_differences(
-        activations(log, fabric.RUN, "actor").get(version, ()), digest_stream(stream()), stream
+        activations(log, fabric.RUN, "actor").get(version, ()), digest_stream(stream(), tree=True), stream
     )
     return {sent.engine: sent for sent in results}
 
@@ -129,7 +129,7 @@ def test_the_weights_are_read_once_for_each_way_of_holding_them(given: tuple[Sto
         read.append(1)
         return stream()
 
-    digest = digest_stream(stream())
+    digest = digest_stream(stream(), tree=True)
     assert len(sent_differences(activations(log, fabric.RUN, "actor").get(1, ()), digest, counted)) == 3
     assert len(read) == 3
     assert sent_differences(activations(log, fabric.RUN, "actor").get(7, ()), digest, counted) == []
@@ -151,7 +151,7 @@ def test_one_ulp(given: tuple[Store, dict[str, str]]) -> None:
     sent = _compared(log, 1, stream)
     assert {result.verdict for result in sent.values()} == {"differs"}
     assert all(result.found_weights != result.recorded_weights for result in sent.values())
-    claimed = digest_stream(_weights(log, 1)())
+    claimed = digest_stream(_weights(log, 1)(), tree=True)
     results = sent_differences(activations(log, fabric.RUN, "actor").get(1, ()), claimed, stream)
     assert [result.verdict for result in results] == ["differs"] * 3
     assert all(result.found_weights == result.recorded_weights for result in results)
@@ -178,7 +178,7 @@ def test_a_tensor_is_skipped_and_the_verification_is_wrong(
     def verdicts(version: int, url: str) -> list[str]:
         stream = _weights(log, version)
         results = sent_differences(
-            activations(log, fabric.RUN, "actor").get(version, ()), digest_stream(stream()), stream
+            activations(log, fabric.RUN, "actor").get(version, ()), digest_stream(stream(), tree=True), stream
         )
         return [result.verdict for result in results if result.engine == url]
 

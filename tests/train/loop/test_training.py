@@ -86,7 +86,7 @@ def test_every_stage_has_a_digest(trained: Stores) -> None:
     for done in commits:
         assert set(done.digests) == set(fabric.EVERY_STEPS_STAGES) - set(INPUT_STAGES)
         trees = {stage for stage, digest in done.digests.items() if is_tree(digest)}
-        assert trees == {"gradients", "optimizer"}
+        assert trees == {"gradients", "optimizer", "weights"}
         assert all(len(d.removeprefix("tree-")) == 64 for d in done.digests.values())
     for before, plan in zip(commits, plans[1:], strict=False):
         assert plan.input_digests["input_weights"] == before.digests["weights"]

@@ -37,7 +37,7 @@ def steps(log: Store) -> int:
 def test_a_proxy_has_recorded_with_another_model(recorded: Callable[..., Store], other: Path) -> None:
     """The trainer is refused with the remedy, before a step, and its checkpoint of version 0 is not left."""
     log = recorded()
-    digest = digest_tensors(widened(read_weights(other)))
+    digest = digest_tensors(widened(read_weights(other)), tree=True)
     with log.writer("serve") as writer:
         activation = PolicyActivated("actor", 0, "http://e", digest, str(other), "demo/actor/0/mark", "c")
         writer.append([Event(activation, "demo")]).result()
@@ -97,7 +97,7 @@ def test_an_exported_model_that_was_changed_is_refused(
     origin, file = origin_of(out), out / "model.safetensors"
     assert origin is not None
     save_file({n: tensor + 1 for n, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
-    changed = digest_tensors(read_weights(out))
+    changed = digest_tensors(read_weights(out), tree=True)
     log, wanted = (
         recorded(),
         rf"their digest is {changed[:16]}, and its rollbook.json names {origin.digest[:16]}",

@@ -272,7 +272,7 @@ def test_an_output_that_is_the_embedding(
         with pytest.raises(ModelError, match="output is its embedding"):
             policy.weights_digest()
         policy.load_optimizer_state(single.state)
-        assert policy.optimizer_digest().digest == digest_tensors(single.state, "tree-")
+        assert policy.optimizer_digest().digest == digest_tensors(single.state, tree=True)
 
 
 def test_it_gives_its_weights_back(spread: tuple[str, Ranks], model_folders: Path) -> None:
@@ -289,7 +289,7 @@ def test_it_gives_its_weights_back(spread: tuple[str, Ranks], model_folders: Pat
         streamed = {name: tensor.clone() for name, tensor in policy.stream_weights()}
         assert list(streamed) == list(weight_shapes(policy.shape))
         assert all(torch.equal(streamed[name], weights[name]) for name in streamed)
-        assert policy.weights_digest().digest == digest_tensors(weights)
+        assert policy.weights_digest().digest == digest_tensors(weights, tree=True)
 
 
 def test_other_weights_in_its_place(
@@ -301,7 +301,7 @@ def test_other_weights_in_its_place(
         policy = _policy(ranks, model_folders, model)
         own = policy.weights_digest().digest
         with policy.using(of_one[model].weights):
-            assert policy.weights_digest().digest == digest_tensors(of_one[model].weights)
+            assert policy.weights_digest().digest == digest_tensors(of_one[model].weights, tree=True)
             other = policy.forward(BATCH, read_logits)
         assert policy.weights_digest().digest == own
         assert not torch.allclose(other[0], of_one[model].logits[0], atol=1e-3)
@@ -319,9 +319,9 @@ def test_a_state_goes_on_from_another_layout(
             policy.load_adapter(single.adapter)
         else:
             policy.load_weights(single.weights)
-        assert policy.weights_digest().digest == digest_tensors(single.weights)
+        assert policy.weights_digest().digest == digest_tensors(single.weights, tree=True)
         policy.load_optimizer_state(single.state)
-        assert policy.optimizer_digest().digest == digest_tensors(single.state, "tree-")
+        assert policy.optimizer_digest().digest == digest_tensors(single.state, tree=True)
         losses, weights = _next(policy)
         steps = {float(t) for name, t in policy.optimizer_state().items() if name.endswith(".step")}
         assert steps == {3.0}

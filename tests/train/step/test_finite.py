@@ -13,7 +13,7 @@ import torch
 from tests.fakes.stories import fabric
 from tests.fakes.stories.records import trainer_records
 
-from rollbook.engines.weights.digests import digest_stream, read_weights
+from rollbook.engines.weights.digests import lines_of_stream, read_weights
 from rollbook.replay.step.step import replay_step
 from rollbook.store import Store
 from rollbook.store.errors import NotFiniteError
@@ -103,8 +103,8 @@ def test_the_first_tensor_is_named() -> None:
     """With how much of it is lost."""
     tensors = [("a", torch.zeros(3)), ("b", torch.tensor([0.0, float("inf"), float("nan")]))]
     with pytest.raises(NotFiniteError, match="gradients: 2 of 3 values of b are not finite"):
-        digest_stream(tensors, FiniteValues("gradients"))
-    assert digest_stream(tensors)
+        lines_of_stream(tensors, FiniteValues("gradients"))
+    assert lines_of_stream(tensors)
     for value in (float("inf"), -float("inf"), float("nan")):
         with pytest.raises(NotFiniteError, match="1 of 2 values of c"):
             FiniteValues("weights")("c", torch.tensor([1.0, value], dtype=torch.bfloat16))

@@ -22,6 +22,7 @@ from rollbook.train.loop.trainer import StepOutcome
 from rollbook.train.model.model import Build
 from rollbook.train.model.shape import read_shape
 from rollbook.train.ranks.backend import TrainablePolicy
+from rollbook.train.ranks.kept_digests import ALL_TREES
 from rollbook.train.resume.restore import settings_of
 from rollbook.train.select.samples import Sample, all_samples
 from rollbook.train.step.step import StepResult, input_digests, run_step, step_seed
@@ -73,7 +74,7 @@ def _run(samples: list[Sample], algorithm: Any, size: int | None = None) -> tupl
         algorithm=algorithm,
         learning_rate=1e-3,
     )
-    input_digests(policy, 0)
+    input_digests(policy, 0, ALL_TREES)
     batch = build_batch(experience_of(samples, recorded_algorithm(algorithm)), plan.partition)
     return policy, run_step(policy, settings_of(plan), batch)
 

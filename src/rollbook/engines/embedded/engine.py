@@ -43,6 +43,7 @@ from rollbook.engines.engine import Activated, Generation, OnTokens, Prompt, Sam
 from rollbook.engines.model_files import read_json, weight_files
 from rollbook.engines.weights.name import version_in
 from rollbook.engines.weights.peft import read_peft
+from rollbook.store.digest import is_tree
 from rollbook.store.errors import EngineError, ModelError, RequestError
 from rollbook.store.events import Json, Logprobs, TokenIds, token_ids
 from rollbook.store.ids import new_id
@@ -242,6 +243,7 @@ class EmbeddedEngine:
         Raises:
             EngineError: they cannot be read or do not fit, or are others than the digest says.
         """
+        self.weights.trees = is_tree(digest)
         try:
             loaded = await self.updates.update_from_disk(folder, version)
         except ModelError as error:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from rollbook.engines.model_files import check_unchanged, origin_of
-from rollbook.engines.weights.digests import Tensors, digest_tensors, read_weights, widened
+from rollbook.engines.weights.digests import Tensors, digest_like, digest_tensors, read_weights, widened
+from rollbook.store.digest import is_tree
 from rollbook.store.errors import ModelError
 from rollbook.store.fold.versions import Origin
 
@@ -77,7 +78,7 @@ def read_checkpoint(path: Path, version: int | None, own: Own) -> Checkpoint:
     if None not in (known, version) and known != version:
         raise ModelError(f"{path} is version {known} of its policy, not {version}")
     tensors = widened(read_weights(path))
-    digest = digest_tensors(tensors)
+    digest = digest_tensors(tensors, tree=origin is None or is_tree(origin.digest))
     check_unchanged(path, origin, digest)
     return Checkpoint(path, known if version is None else version, tensors, digest)
 
@@ -97,6 +98,7 @@ class HeldWeights:
         path: the directory that was loaded last.
         source: where the weights in memory came from: that directory, or `SENT`.
         own: which version of the run a directory is; until it is said, none is one.
+        trees: whether digests of the run's weights are by blocks.
         version: of the weights; while they are not `named`, of those before them. What the engine begins with
             is version 0, until `begin_with` says otherwise.
         label: what they are called: the version, or the name that their sender gave them.
@@ -110,9 +112,10 @@ class HeldWeights:
         self.path = self.source = path
         self.version, self.named, self.label = 0, True, "0"
         self.own: Own = lambda origin: None
+        self.trees = True
         self._origin = origin_of(path)
         if self._origin is None:
-            expected = digest_tensors(widened(read_weights(path)))
+            expected = digest_tensors(widened(read_weights(path)), tree=True)
         else:
             expected = self._origin.digest
         self.digest = self._verified(path, expected)
@@ -129,9 +132,10 @@ class HeldWeights:
             return "updating"
         return "whole" if self.named else "unnamed"
 
-    def begin_with(self, own: Own) -> None:
+    def begin_with(self, own: Own, *, trees: bool) -> None:
         """Bind the engine's first weights to the version of the run that they are, or to version 0."""
-        self.own = own
+        self.own, self.trees = own, trees
+        self.digest = self._of_kind(self.digest)
         self.name(own(self._origin) or 0)
 
     def name(self, version: int | None, label: str | None = None) -> None:
@@ -181,14 +185,18 @@ class HeldWeights:
         self.name(checkpoint.version)
 
     def _verified(self, path: Path, expected: str) -> str:
-        """Digest of the tensors in memory, equal to the checkpoint's."""
-        own = digest_tensors(self.tensors)
+        """Digest of the tensors in memory, which equals the checkpoint's."""
+        own = digest_like(self.tensors, expected)
         if own != expected:
             raise ModelError(
                 f"{path}: after loading, the weights digest is {own[:16]}, not {expected[:16]}: the "
                 "checkpoint was changed after it was written, or is damaged, or not of this architecture"
             )
-        return own
+        return self._of_kind(own)
+
+    def _of_kind(self, digest: str) -> str:
+        """A digest of the tensors in memory, of the kind that the run's weights have."""
+        return digest if is_tree(digest) == self.trees else digest_tensors(self.tensors, tree=self.trees)
 
     # From tensors -----------------------------------------------------------------------------
 
@@ -242,7 +250,7 @@ class HeldWeights:
             text = f"an update ended after {self._progress(update)}, without {lack[:3]}: send all of it anew"
             self.fault = text
             raise ModelError(text)
-        self.digest, self.source, self.fault = digest_tensors(self.tensors), SENT, None
+        self.digest, self.source, self.fault = digest_tensors(self.tensors, tree=self.trees), SENT, None
         self.name(update.version)
         return True
 

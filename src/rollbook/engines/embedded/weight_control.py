@@ -183,7 +183,7 @@ class WeightControl:
             async with self._changing():
                 await self._call(lambda: self._weights.load(checkpoint))
                 await self._changed()
-            return checkpoint.digest
+            return self._weights.digest
 
         return await self._alone(update)
 

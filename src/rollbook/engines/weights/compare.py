@@ -34,7 +34,7 @@ from rollbook.engines.model_files import check_unchanged, origin_of, read_json, 
 from rollbook.engines.weights.digests import line_of
 from rollbook.engines.weights.rank_checksums import RankChecksums, ranks_digest
 from rollbook.engines.weights.tensor_checksums import CHECKSUMS, Checksum, checksum_kind
-from rollbook.store.digest import combine
+from rollbook.store.digest import combine, is_tree
 from rollbook.store.errors import EngineError, FormatError, ModelError
 from rollbook.store.events import Json
 
@@ -160,12 +160,14 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What an engine reports that it holds: checksums, on which device, and in which type (or `auto`)."""
+    """What an engine reports that it holds: checksums, on which device, and in which type (or `auto`); and
+    whether the digest of such weights is to be by blocks."""
 
     url: str
     ranks: Sequence[RankChecksums]
     device: str
     dtype: str
+    trees: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -224,16 +226,18 @@ def compare(model: Path, held: Held) -> tuple[str, Json | None]:
             place = part_of(name, names)
             assert place is not None
             places.setdefault(place.tensor, []).append((place, name))
-        lines: list[str] = []
-        dtype = held.dtype
+        origin, dtype = origin_of(model), held.dtype
+        kinds = {held.trees} if origin is None else {held.trees, is_tree(origin.digest)}
+        lines: dict[bool, list[str]] = {tree: [] for tree in kinds}
         # The smallest first: most models differ in one of those already.
         for parts in sorted(places.values(), key=lambda parts: sum(files.sizes[name] for _, name in parts)):
             parts.sort(key=lambda part: part[0].part)
             dtype = _compared(files, parts, held, dtype, lines)
         holding = Holding(checksum_kind(held.device), dtype, files.head_dim)
-        digest = combine(lines)
-        check_unchanged(model, origin_of(model), digest)
-        return digest, describe_holding(held.ranks, files.handles, holding)
+        digests = {tree: combine(of_kind, tree=tree) for tree, of_kind in lines.items()}
+        if origin is not None:
+            check_unchanged(model, origin, digests[is_tree(origin.digest)])
+        return digests[held.trees], describe_holding(held.ranks, files.handles, holding)
 
 
 def _opened(model: Path, stack: contextlib.ExitStack) -> ModelFiles:
@@ -251,13 +255,18 @@ def _opened(model: Path, stack: contextlib.ExitStack) -> ModelFiles:
 
 
 def _compared(
-    files: ModelFiles, parts: list[tuple[TensorPart, str]], held: Held, dtype: str, lines: list[str]
+    files: ModelFiles,
+    parts: list[tuple[TensorPart, str]],
+    held: Held,
+    dtype: str,
+    lines: dict[bool, list[str]],
 ) -> str:
     """Compare one of the engine's tensors, made of these parts; the type that it is in.
 
     Args:
         dtype: the type, if it is already known.
-        lines: gets a line of the weights' digest for each part.
+        lines: of the weights' digest by blocks (True), or of bytes (False): those asked for get one for each
+            part.
     """
     place = parts[0][0].tensor
     for guess in (dtype,) if dtype in DTYPES else DTYPES:
@@ -270,7 +279,8 @@ def _compared(
         if not torch.equal(wide.to(DTYPES[guess]).float(), wide):
             text = f"engine {held.url} holds {guess}, to which {name} was rounded: start it with "
             raise EngineError(text + "--dtype float32, which is what is trained")
-        lines.append(line_of(name, wide))
+        for tree, of_kind in lines.items():
+            of_kind.append(line_of(name, wide, tree=tree))
     return guess
 
 
@@ -290,14 +300,14 @@ def answer(request: Json) -> Json:
     """Compare an engine with one directory after the other, until one matches.
 
     Args:
-        request: `models` (paths), `url`, `device`, `dtype`, and `ranks`: `tp_rank`, `tp_size`,
+        request: `models` (paths), `url`, `device`, `dtype`, `trees`, and `ranks`: `tp_rank`, `tp_size`,
             `tensors` each.
 
     Returns:
         `found`: `path`, `digest` and `held`, or null; `reasons`: path -> why it is not that one.
     """
     ranks = [RankChecksums(**rank) for rank in request["ranks"]]
-    held = Held(request["url"], ranks, request["device"], request["dtype"])
+    held = Held(request["url"], ranks, request["device"], request["dtype"], request["trees"])
     reasons: dict[str, str] = {}
     for path in request["models"]:
         try:

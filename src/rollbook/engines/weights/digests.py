@@ -55,19 +55,19 @@ def line_of(name: str, tensor: torch.Tensor, *, tree: bool = False) -> str:
     return tensor_line(name, dtype, wide.shape, tensor_bytes(wide).data, tree=tree)
 
 
-def digest_tensors(tensors: Tensors, like: str = "") -> str:
-    """The digest of `store.digest` over torch tensors of any type and device.
-
-    Args:
-        like: a digest to compare it with, of whose kind it is to be; empty: it is of bytes.
-    """
-    tree = is_tree(like)
-    return combine(lines_of_stream(tensors.items(), tree=tree), tree=tree)
+def digest_tensors(tensors: Tensors, *, tree: bool = False) -> str:
+    """The digest of `store.digest` over torch tensors of any type and device, by blocks or of their bytes."""
+    return digest_stream(tensors.items(), tree=tree)
 
 
-def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]], look: Look | None = None) -> str:
-    """As `digest_tensors`, for tensors that come one at a time. Arguments as of `lines_of_stream`."""
-    return combine(lines_of_stream(tensors, look))
+def digest_stream(tensors: Iterable[tuple[str, torch.Tensor]], *, tree: bool = False) -> str:
+    """As `digest_tensors`, for tensors that come one at a time."""
+    return combine(lines_of_stream(tensors, tree=tree), tree=tree)
+
+
+def digest_like(tensors: Tensors, wanted: str) -> str:
+    """The digest of tensors, of the kind of the one that it is compared with."""
+    return digest_tensors(tensors, tree=is_tree(wanted))
 
 
 def lines_of_stream(
@@ -140,7 +140,7 @@ def read_unchanged(model: Path) -> Tensors:
     """
     weights, origin = read_weights(model), origin_of(model)
     if origin is not None:
-        check_unchanged(model, origin, digest_tensors(weights))
+        check_unchanged(model, origin, digest_like(weights, origin.digest))
     return weights
 
 

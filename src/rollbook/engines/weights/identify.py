@@ -163,6 +163,7 @@ class Identity:
             "models": [str(model.absolute()) for model in models],
             "device": str(info.get("device", "cpu")),
             "dtype": str(info.get("dtype", "auto")),
+            "trees": self.log.trees,
             "ranks": [asdict(rank) for rank in ranks],
         }
         answer = await compare_elsewhere(request)

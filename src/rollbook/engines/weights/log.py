@@ -137,6 +137,12 @@ class WeightLog:
         self.refresh()
         return self._digests.own(self.run, self.policy, origin)
 
+    @property
+    def trees(self) -> bool:
+        """Whether the policy's weights are digested by blocks (`store.digest`), by the log up to now."""
+        self.refresh()
+        return self._digests.trees(self.run, self.policy)
+
     def check(self, version: int, digest: str, what: str) -> None:
         """Check that weights may count as the version.
 
