@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from rollbook.engines.model_files import MANIFEST
 from rollbook.engines.weights.digests import digest_like
 from rollbook.replay.verdict import Place, StageReplay, Verdict
 from rollbook.store import Store
@@ -27,6 +28,7 @@ from rollbook.store.events import (
 from rollbook.store.fold.checkpoints import held_and_removed
 from rollbook.store.sealed.unit import current_units
 from rollbook.train.checkpoints.checkpoint import read_checkpoint
+from rollbook.train.checkpoints.directory import changed_files
 from rollbook.train.step.reference import policy_of
 
 STAGE = "backed"
@@ -187,8 +189,11 @@ def _fault(log: Store, record: CheckpointWritten) -> str | None:
         if not path.is_dir():
             return "it is not there, and nothing in the log has removed it"
         held = read_checkpoint(path)
+        changed = changed_files(path)
     except (ModelError, OutsideError, OSError) as error:
         return str(error)
+    if changed:
+        return f"{', '.join(changed)}: not the sha256 that its {MANIFEST} names"
     pairs = [("weights", held.weights, record.weights_digest)]
     if held.optimizer is not None and record.optimizer_digest is not None:
         pairs.append(("optimizer", held.optimizer, record.optimizer_digest))

@@ -33,6 +33,7 @@ from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.safe_paths import place_inside, reading, refuse_no_plain
 from rollbook.train.checkpoints.directory import (
+    FILES,
     LORA,
     SHARDS,
     STATES,
@@ -47,6 +48,7 @@ from rollbook.train.checkpoints.directory import (
     manifest_of,
     name_dtype,
     name_head,
+    sha256_by_file,
     size_of,
     write_manifest,
 )
@@ -151,6 +153,7 @@ def write_checkpoint(
         record = CheckpointWritten(policy, version, str(name), *digests, phase, size)
         manifest = manifest_of(run, record, {"weights": saved} | lines)
         manifest |= {} if adapter is None else {LORA: adapter.lora.described}
+        manifest |= {} if optimizer is None else {FILES: sha256_by_file(building, {})}
         write_manifest(building, manifest)
         make_durable(building, target)
     return record

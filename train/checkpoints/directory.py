@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import orjson
@@ -24,7 +25,8 @@ from rollbook.store.errors import ModelError, RankError, ShortageError
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.ids import new_id
 from rollbook.store.permissions import make_empty, make_folder
-from rollbook.store.safe_paths import fsync_file, fsync_folder, read_small
+from rollbook.store.safe_paths import fsync_file, fsync_folder, place_inside, read_small
+from rollbook.store.sealed.parquet import sha256_of
 from rollbook.train.model.shape import SCORE_LABELS, SCORES
 
 MANIFEST_BYTES = 64 << 20
@@ -34,7 +36,9 @@ LORA = "lora"
 SHARDS = "shards"
 """The manifest's key of the files that ranks wrote, and of the pieces in each."""
 STATES = ("optimizer", "critic_optimizer")
-"""What is digested by blocks in every run; weights and factors are where those of the run's first version are."""
+"""What is digested by blocks in every run. Weights and factors are where those of its first version are."""
+FILES = "files"
+"""The manifest's key of the sha256 of each file beside it, of a checkpoint that training can resume from."""
 TENSORS = {
     "weights": "tensors",
     "optimizer": "optimizer_tensors",
@@ -85,6 +89,27 @@ def hashes(lines: Mapping[str, str]) -> dict[str, str]:
 def write_manifest(building: Path, manifest: Json) -> None:
     """Write `rollbook.json`."""
     make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+
+
+def sha256_by_file(folder: Path, known: dict[str, str]) -> dict[str, str]:
+    """The sha256 (hex) of each file but the manifest, by name. `known` are those that need not be read."""
+    names = sorted(file.name for file in folder.iterdir() if file.name not in known and file.name != MANIFEST)
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(lambda name: sha256_of(folder / name), names), strict=True)) | known
+
+
+def changed_files(folder: Path) -> list[str]:
+    """The files of a checkpoint that have another sha256 than its manifest says, or are not there.
+
+    Raises:
+        ModelError: the manifest cannot be read.
+        OutsideError: it names a file that is not beside it.
+    """
+    recorded = manifest_in(folder).get(FILES)
+    if not isinstance(recorded, dict):  # of an earlier release, or of weights alone
+        return []
+    files = {name: place_inside(folder, name) for name in recorded}
+    return sorted(n for n, file in files.items() if not file.is_file() or sha256_of(file) != recorded[n])
 
 
 def manifest_in(path: Path) -> Json:

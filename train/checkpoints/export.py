@@ -34,6 +34,7 @@ from rollbook.train.checkpoints.checkpoint import (
     stream_checkpoint,
 )
 from rollbook.train.checkpoints.directory import (
+    FILES,
     SHARDS,
     TENSORS,
     copy_along,
@@ -304,7 +305,9 @@ def without_optimizer(checkpoint: Path, files: Mapping[str, Path], scratch: Path
     for what in ("critic_optimizer", "optimizer"):
         manifest.pop(f"{what}_digest", None)
         manifest.pop(TENSORS[what], None)
+    left = {name: path for name, path in files.items() if name not in (OPTIMIZER, CRITIC_OPTIMIZER)}
+    if isinstance(manifest.get(FILES), dict):
+        manifest[FILES] = {name: sha256 for name, sha256 in manifest[FILES].items() if name in left}
     make_folder(scratch)
     write_manifest(scratch, manifest | {"optimizer_digest": None, TENSORS["optimizer"]: {}})
-    left = {name: path for name, path in files.items() if name not in (OPTIMIZER, CRITIC_OPTIMIZER)}
     return left | {MANIFEST: scratch / MANIFEST}

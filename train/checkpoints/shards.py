@@ -39,7 +39,9 @@ from rollbook.store.errors import ConfigError, ModelError
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.permissions import make_empty, open_file
 from rollbook.store.safe_paths import place_inside
+from rollbook.store.sealed.parquet import sha256_of
 from rollbook.train.checkpoints.directory import (
+    FILES,
     LORA,
     SHARDS,
     building_beside,
@@ -50,6 +52,7 @@ from rollbook.train.checkpoints.directory import (
     make_durable,
     manifest_of,
     name_dtype,
+    sha256_by_file,
     size_of,
     write_manifest,
 )
@@ -93,9 +96,10 @@ def address_of(name: str) -> Address | None:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A file that a rank wrote: its name, and the hash of each piece by name."""
+    """A file that a rank wrote: its name, its sha256, and the hash of each piece by name."""
 
     name: str
+    sha256: str
     pieces: dict[str, str]
 
 
@@ -124,7 +128,8 @@ class WriteShard:
             key=lambda item: -item[1].dtype.itemsize,
         )
         kinds = {piece: kind_of(numbers) for piece, numbers in named}
-        return Shard(name, hashes(write_tensors(self.folder / name, kinds, named)))
+        lines = write_tensors(self.folder / name, kinds, named)
+        return Shard(name, sha256_of(self.folder / name), hashes(lines))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +226,9 @@ def begin_sharded(
             size = size_of(building)
             digests = tensor_digests["weights_digest"], tensor_digests["optimizer_digest"]
             record = CheckpointWritten(policy, version, str(name), *digests, phase, size)
-            write_manifest(building, _manifest(run, record, tensor_digests, shards, trained.lora))
+            files = sha256_by_file(building, {shard.name: shard.sha256 for shard in shards})
+            manifest = _manifest(run, record, tensor_digests, shards, trained.lora) | {FILES: files}
+            write_manifest(building, manifest)
             make_durable(building, target)
         return record
 

@@ -102,6 +102,7 @@ def test_verify_looks_at_weights(trained: Stores, cli: Callable[..., tuple[int, 
     file.write_bytes(data)
     shutil.rmtree(folder / "v00000011")
     shutil.copytree(folder / "v00000012", folder / "v00000011")
+    (folder / "v00000012" / "config.json").write_text("{ }")
     code, out, _ = cli("store", "verify", "--store", log.path, "--weights", "--json")
     assert code == 1
     faults = json.loads(out)["weights"]["faults"]
@@ -109,6 +110,7 @@ def test_verify_looks_at_weights(trained: Stores, cli: Callable[..., tuple[int, 
         "v00000004.*is not there",
         "v00000008.*optimizer damaged",
         "v00000011.*its weights have",
+        "v00000012.*config.json: not the sha256",
         event_id,
     )
     assert len(faults) == len(wanted)
