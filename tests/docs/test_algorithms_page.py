@@ -13,12 +13,14 @@ from rollbook.train.algorithms import parts
 from rollbook.train.algorithms.advantages import BASELINES
 from rollbook.train.algorithms.corrections import CORRECTIONS
 from rollbook.train.algorithms.normalizers import NORMALIZERS
+from rollbook.train.algorithms.orpo import Orpo
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.ppo import Ppo
 from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.algorithms.rollouts import Rollouts
+from rollbook.train.algorithms.simpo import Simpo
 from rollbook.train.algorithms.surrogates import KL_ESTIMATORS, SURROGATES
 from rollbook.train.algorithms.trial import try_out
 from rollbook.train.config.config import parse_config
@@ -43,7 +45,7 @@ def test_each_row_has_the_defaults(page: str) -> None:
         parts = [text.strip("`") for text in (baseline, deviation, surrogate, normalizer)]
         documented |= dict.fromkeys(re.findall(r"`(\w+)`", names), (*parts, low, high))
         assert "arXiv:" in source
-    assert set(documented) == set(ALGORITHMS) - {"sft", "dpo", "reward_model"}
+    assert set(documented) == set(ALGORITHMS) - {"sft", "dpo", "simpo", "orpo", "reward_model"}
     for name, kind in ALGORITHMS.items():
         if issubclass(kind, GroupPolicyGradient):
             a = kind.model_validate({"name": name})
@@ -95,7 +97,7 @@ def test_every_key_that_changes_numbers_is_there(page: str) -> None:
     of_parts = {"clip_low": "l and h are the clips", "clip_high": "l and h are the clips"}
     of_parts |= {"overlong_factor": "`overlong_length`", "head": "`mean_deviation`"}
     written_by_trainer = {"reward_moments", "reward_moments_of"}
-    for kind in (Ppo, Dpo, RewardModel):
+    for kind in (Ppo, Dpo, Simpo, Orpo, RewardModel):
         for key in {*kind.model_fields} - counts - kinds - written_by_trainer:
             assert key in named | above or of_parts[key] in page, key
 

@@ -161,10 +161,10 @@ def aged(case: Case, decay: float) -> torch.Tensor:
     return _placed(case, values)
 
 
-def pair_loss(case: Case, **keys: Any) -> torch.Tensor:
-    """DPO's loss of the batch, as `run_step` makes it; a pair is a sample of the first half and one of the
-    second."""
-    algo, n = recorded_algorithm({"name": "dpo"} | keys), len(case.mask) // 2
+def pair_loss(case: Case, name: str = "dpo", **keys: Any) -> torch.Tensor:
+    """A loss of pairs of the batch, as `run_step` makes it; a pair is a sample of the first half and one of
+    the second."""
+    algo, n = recorded_algorithm({"name": name} | keys), len(case.mask) // 2
     order = torch.arange(2 * n).reshape(2, n).T.ravel()
     tensors = (case.logprobs, case.old, case.advantages, case.mask)
     logprobs, old, advantages, mask = (tensor[order] for tensor in tensors)
@@ -219,6 +219,7 @@ def parts() -> list[Part]:
         for name, function in PREFERENCE_LOSSES.items()
     ]
     of_dpo = [Part(key, "", "", str(Dpo.model_fields[key].default)) for key in _DPO_KEYS]
+    of_dpo += [Part(name, "", "", "itself") for name in ("simpo", "orpo")]
     of_ppo = [Part("gae", "", "", "`ppo`"), Part("decoupled_ppo", "", "", "itself")]
     of_recipe = [Part("age_decay", "", "", str(RecipeConfig.model_fields["age_decay"].default))]
     of_rewards = [_told(name, function, default) for name, (function, default) in _REWARD_MODELS.items()]

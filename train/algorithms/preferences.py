@@ -113,9 +113,7 @@ class Dpo(Pairs):
         losses = PREFERENCE_LOSSES[self.preference_loss](self._gaps(inputs), self)
         if self.sft_weight:
             losses = losses - self.sft_weight * of_samples(inputs.logprobs, inputs.mask, mean=True)[0::2]
-        counts = inputs.mask.sum(-1)
-        shares = losses / (counts[0::2] + counts[1::2]).clamp(min=1)
-        return shares.repeat_interleave(2)[:, None].expand(inputs.mask.shape)
+        return shares_of(losses, inputs.mask)
 
     def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
         """Of each pair: whether the implicit reward, beta times the log-ratio, prefers the chosen sample, and
@@ -140,6 +138,13 @@ def of_samples(values: torch.Tensor, mask: torch.Tensor, *, mean: bool) -> torch
     """The sum, or the mean, over each sample's trained tokens: [B] of [B, T - 1]."""
     sums = values.where(mask, values.new_zeros(())).sum(-1)
     return sums / mask.sum(-1).clamp(min=1) if mean else sums
+
+
+def shares_of(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The losses of pairs [B / 2], in equal shares on the trained tokens of both samples, [B, T - 1]."""
+    counts = mask.sum(-1)
+    shares = losses / (counts[0::2] + counts[1::2]).clamp(min=1)
+    return shares.repeat_interleave(2)[:, None].expand(mask.shape)
 
 
 def sigmoid(gaps: torch.Tensor, keys: Dpo) -> torch.Tensor:

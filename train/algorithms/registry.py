@@ -16,6 +16,7 @@ from rollbook.store.config import invalid_values
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import NEEDS, Algorithm
+from rollbook.train.algorithms.orpo import Orpo
 from rollbook.train.algorithms.parts import NAMED, load_part, loaded_part, named_parts
 from rollbook.train.algorithms.policy_gradient import (
     Baseline,
@@ -36,6 +37,7 @@ from rollbook.train.algorithms.ppo import Ppo
 from rollbook.train.algorithms.preferences import Dpo
 from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.algorithms.sft import Sft
+from rollbook.train.algorithms.simpo import Simpo
 
 
 class PolicyGradient(GroupPolicyGradient):
@@ -136,6 +138,8 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "decoupled_ppo": DecoupledPpo,
     "ppo": Ppo,
     "dpo": Dpo,
+    "simpo": Simpo,
+    "orpo": Orpo,
     "reward_model": RewardModel,
 }
 """Name -> algorithm, in the order in which pages show them."""

@@ -4,11 +4,14 @@ read."""
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from parity.cases import Case
+from trl.experimental.cpo.cpo_trainer import CPOTrainer
+from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
@@ -192,6 +195,41 @@ def dpo(case: Case, kind: str = "sigmoid", beta: float = 0.1) -> torch.Tensor:
     )
     inputs = {"input_ids": mask, "attention_mask": mask, "completion_mask": mask}
     return DPOTrainer._compute_loss(trainer, lambda **_: policy, inputs, False)
+
+
+def _means(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean logprobs of the samples of the first half, and of the second."""
+    sums = (case.logprobs * case.mask).sum(-1) / case.mask.sum(-1)
+    chosen, rejected = _pairs(sums).chunk(2)
+    return chosen, rejected
+
+
+def simpo(case: Case, beta: float, gamma: float) -> torch.Tensor:
+    """`loss_type` SimPO of the trainer of CPO, of mean logprobs."""
+    trainer = SimpleNamespace(
+        alpha=0.0,
+        beta=beta,
+        simpo_gamma=gamma,
+        label_smoothing=0.0,
+        loss_type="simpo",
+        accelerator=_accelerator(),
+    )
+    return CPOTrainer.cpo_loss(trainer, *_means(case))[0].mean()
+
+
+def orpo(case: Case, weight: float) -> torch.Tensor:
+    """ORPO's loss. The cross-entropy, which the trainer has of all chosen tokens of a batch, is each sample's
+    mean, as in the paper."""
+    chosen, rejected = _means(case)
+    trainer = SimpleNamespace(
+        concatenated_forward=lambda *_: (chosen, rejected, chosen, rejected, -chosen.mean()),
+        aux_loss_enabled=False,
+        beta=weight,
+        accelerator=_accelerator(),
+    )
+    trainer.odds_ratio_loss = partial(ORPOTrainer.odds_ratio_loss, trainer)
+    loss, _ = ORPOTrainer.get_batch_loss_metrics(trainer, None, {})
+    return loss
 
 
 def bradley_terry(case: Case, *, margin: bool = False, centre: float | None = None) -> torch.Tensor:

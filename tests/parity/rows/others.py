@@ -128,6 +128,22 @@ _PREFERENCES = (
         )
     ),
     Row(
+        "simpo",
+        "TRL",
+        "CPOTrainer simpo",
+        partial(ours.pair_loss, name="simpo", beta=1.5, target_margin=0.6),
+        partial(with_trl.simpo, beta=1.5, gamma=0.6),
+        double=1e-12,
+    ),
+    Row(
+        "orpo",
+        "TRL",
+        "ORPOTrainer",
+        partial(ours.pair_loss, name="orpo", odds_weight=0.3),
+        partial(with_trl.orpo, weight=0.3),
+        double=None,  # TRL takes odds in float32
+    ),
+    Row(
         "sft_weight",
         "formula",
         "equation 2",

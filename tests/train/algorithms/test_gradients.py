@@ -76,8 +76,8 @@ def _value_loss(clip: float | None) -> Of:
     return lambda values: algorithm.value_loss(values, _normal(6), _normal(7))
 
 
-def _dpo(**keys: Any) -> Of:
-    algorithm = recorded_algorithm({"name": "dpo"} | keys)
+def _pairs(name: str = "dpo", **keys: Any) -> Of:
+    algorithm = recorded_algorithm({"name": name} | keys)
     return lambda logprobs: algorithm.loss(_inputs(logprobs, logprobs, reference_logprobs=_normal(8)))
 
 
@@ -112,12 +112,14 @@ PARTS: dict[str, Of] = {
     **{f"value loss, clip {clip}": _value_loss(clip) for clip in (None, 0.5)},
     "entropy": lambda logits: entropies(logits[None].log_softmax(-1)),
     **{
-        f"dpo, {name}, {normalized}": _dpo(preference_loss=name, length_normalized=normalized)
+        f"dpo, {name}, {normalized}": _pairs(preference_loss=name, length_normalized=normalized)
         for name in PREFERENCE_LOSSES
         for normalized in (False, True)
     },
-    "dpo, smoothed": _dpo(label_smoothing=0.2, beta=0.5),
-    "dpo, with cross-entropy": _dpo(sft_weight=0.7),
+    "dpo, smoothed": _pairs(label_smoothing=0.2, beta=0.5),
+    "dpo, with cross-entropy": _pairs(sft_weight=0.7),
+    "simpo": _pairs("simpo"),
+    "orpo": _pairs("orpo", odds_weight=0.5),
     **{
         f"reward model, {keys}": _reward_model(**keys)
         for keys in (

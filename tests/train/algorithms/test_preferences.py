@@ -14,11 +14,21 @@ from pydantic import ValidationError
 
 from rollbook.train.algorithms.algorithm import LossInputs
 from rollbook.train.algorithms.normalizers import Totals
-from rollbook.train.algorithms.preferences import Dpo
+from rollbook.train.algorithms.orpo import Orpo
+from rollbook.train.algorithms.preferences import Dpo, Pairs
 from rollbook.train.algorithms.rollouts import Rollouts
+from rollbook.train.algorithms.simpo import Simpo
 
 MASK = torch.tensor([[1, 1, 0], [0, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
 """Two pairs."""
+
+
+def _orpo(**keys: Any) -> Orpo:
+    return Orpo.model_validate({"name": "orpo"} | keys)
+
+
+def _simpo(**keys: Any) -> Simpo:
+    return Simpo.model_validate({"name": "simpo"} | keys)
 
 
 def _dpo(**keys: Any) -> Dpo:
@@ -32,7 +42,7 @@ def _inputs(seed: int = 0, mask: torch.Tensor = MASK) -> LossInputs:
     return LossInputs.whole(logprobs.requires_grad_(), zeros, zeros, mask, reference_logprobs=reference)
 
 
-def _of_batch(algorithm: Dpo, inputs: LossInputs) -> torch.Tensor:
+def _of_batch(algorithm: Pairs, inputs: LossInputs) -> torch.Tensor:
     """The loss as a step makes it."""
     total = algorithm.add(torch.where(inputs.mask, algorithm.loss(inputs), 0.0), inputs.mask)
     return total / algorithm.divisor(Totals(int(inputs.mask.sum()), int(inputs.mask.any(-1).sum())))
@@ -69,6 +79,36 @@ def test_losses_by_hand() -> None:
     assert _of_batch(_dpo(beta=0.5, sft_weight=2.0), inputs).item() == pytest.approx(sum(with_sft) / 2)
 
 
+def test_losses_without_a_reference_by_hand() -> None:
+    """SimPO's margin between mean logprobs, and ORPO's odds beside the cross-entropy of the chosen sample."""
+    inputs = _inputs()
+    means = [inputs.logprobs[row][MASK[row]].mean().item() for row in range(4)]
+    gaps = [means[0] - means[1], means[2] - means[3]]
+    expected = [math.log1p(math.exp(1.5 - 3 * gap)) for gap in gaps]
+    assert _of_batch(_simpo(beta=3.0, target_margin=1.5), inputs).item() == pytest.approx(sum(expected) / 2)
+    odds = [math.log(math.exp(mean) / (1 - math.exp(mean))) for mean in means]
+    ratios = [odds[0] - odds[1], odds[2] - odds[3]]
+    both = [-m + 0.5 * math.log1p(math.exp(-r)) for m, r in zip((means[0], means[2]), ratios, strict=True)]
+    assert _of_batch(_orpo(odds_weight=0.5), inputs).item() == pytest.approx(sum(both) / 2)
+    assert _simpo().measures(inputs)["preference_margin"].tolist() == pytest.approx([2 * gap for gap in gaps])
+    assert _orpo().measures(inputs)["preference_margin"].tolist() == pytest.approx(ratios)
+    for algorithm in (_simpo(), _orpo()):
+        measured = algorithm.measures(inputs)["preference_accuracy"].tolist()
+        assert measured == [float(gap > 0) for gap in gaps]
+        assert algorithm.needs == {"pairs"}
+
+
+@pytest.mark.parametrize("logprob", [0.0, -1e-9, -1e4])
+def test_odds_of_what_is_certain_or_impossible(logprob: float) -> None:
+    """Loss and gradient are finite."""
+    logprobs = torch.full(MASK.shape, logprob, requires_grad=True)
+    zeros = torch.zeros(MASK.shape)
+    loss = _of_batch(_orpo(), LossInputs.whole(logprobs, zeros, zeros, MASK))
+    (gradient,) = torch.autograd.grad(loss, [logprobs])
+    assert torch.isfinite(loss)
+    assert torch.isfinite(gradient).all()
+
+
 def test_the_gradient_raises_the_chosen_one() -> None:
     """Of trained tokens alone, by beta times the probability that the policy is wrong."""
     inputs = _inputs()
@@ -78,10 +118,13 @@ def test_the_gradient_raises_the_chosen_one() -> None:
     torch.testing.assert_close(gradient, signs.double(), rtol=1e-6, atol=1e-9)
 
 
-@given(st.integers(0, 1000), st.sampled_from([{}, {"preference_loss": "ipo"}, {"sft_weight": 1.0}]))
-def test_nothing_hangs_on_micro_batches_or_masked_tokens(seed: int, keys: dict[str, Any]) -> None:
+ALONE = (_dpo(), _dpo(preference_loss="ipo"), _dpo(sft_weight=1.0), _simpo(), _orpo())
+
+
+@given(st.integers(0, 1000), st.sampled_from(ALONE))
+def test_nothing_hangs_on_micro_batches_or_masked_tokens(seed: int, algorithm: Pairs) -> None:
     """Pairs in one micro-batch or in two, with padding or other masked tokens: the same sum and gradient."""
-    algorithm, inputs = _dpo(**keys), _inputs(seed)
+    inputs = _inputs(seed)
     whole = _of_batch(algorithm, inputs)
     (gradient,) = torch.autograd.grad(whole, [inputs.logprobs])
     noise = torch.where(MASK, 0.0, 7.5)

@@ -104,8 +104,8 @@ def test_its_demand_is_recorded_and_read_by_admission(taught: Store) -> None:
 
 def test_an_unknown_algorithm_is_an_error_everywhere(taught: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a CONFIG, in a manifest, and in the replay of a step that another release recorded."""
-    with pytest.raises(ConfigError, match=r"algorithm\.name: there is no 'trpo': did you mean grpo\?"):
-        parse_config({"model": "m", "steps": 1, "algorithm": {"name": "trpo"}}, "test")
+    with pytest.raises(ConfigError, match=r"algorithm\.name: there is no 'grppo': did you mean grpo\?"):
+        parse_config({"model": "m", "steps": 1, "algorithm": {"name": "grppo"}}, "test")
     with pytest.raises(TrainError, match=r"algorithm 'trpo' is unknown to this release \(sft, grpo"):
         recorded_algorithm({"name": "trpo"})
     with pytest.raises(TrainError, match="algorithm 'grpo', key 'dual_clap': unknown key"):

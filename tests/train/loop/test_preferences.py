@@ -125,6 +125,19 @@ def test_recorded_preferences_in_epochs(tmp_path: Path) -> None:
     assert [replay_step(log, step).differs_in for step in (1, 5)] == [None, None]
 
 
+@pytest.mark.parametrize("algorithm", [{"name": "simpo", "beta": 4.0}, {"name": "orpo", "odds_weight": 1.0}])
+def test_preferences_without_a_reference(tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    """The policy comes to rate as the person does, and steps replay. None names a reference."""
+    log = _preferred(tmp_path / "store")
+    fabric.train(log, fabric.config(fabric.GRPO, **OFFLINE | {"algorithm": algorithm | {"batch_size": 6}}))
+    metrics = [step.metrics for step in records_of(log, StepCommitted)]
+    assert metrics[-1]["loss"] < 0.9 * metrics[0]["loss"]
+    assert metrics[-1]["preference_accuracy"] == 1.0
+    assert metrics[-1]["preference_margin"] > metrics[0]["preference_margin"] + 0.5
+    assert all("reference_weights" not in plan.input_digests for plan in records_of(log, StepPlanned))
+    assert replay_step(log, 5).differs_in is None
+
+
 def test_a_side_that_is_missing_breaks_a_pair(tmp_path: Path) -> None:
     """Erased, of another split, or not in the log: the other side is a drop, unless another pair has it."""
     log = _preferred(tmp_path / "store")
