@@ -70,6 +70,13 @@ _FIELDS = (
 )
 """What the list `done` has of a completed turn's fields that have no column, as text."""
 
+_FIRST_NAMES = ["parent_turn_id", "root_reason"]
+_FIRST_ASKED = (
+    r'^\{"request_id":"[^"\\]*",' + ",".join(rf'"{name}":(null|"[^"\\]*")' for name in _FIRST_NAMES) + ","
+)
+"""The beginning of a requested turn's fields, as they are written. What follows are messages: to parse these
+takes as long as all else that is asked of a turn."""
+
 _TRAINED = {
     "delta_length": "coalesce(len(prompt_ids), 0)",
     "known_tokens": """CAST(coalesce(list_sum(list_transform(
@@ -112,6 +119,14 @@ def _reported() -> str:
     return ", ".join(f"any_value({query}) AS {name}" for name, query in columns.items())
 
 
+def _asked(name: str) -> str:
+    """A requested turn's field, from the struct `first` of what `_FIRST_ASKED` found; where it found nothing,
+    from all of `extra`."""
+    parsed = f"json_extract_string(extra, '$.{name}')"
+    return f"""CASE WHEN first.{name} = '' THEN {parsed}
+                           WHEN first.{name} <> 'null' THEN first.{name}[2:-2] END"""
+
+
 def turn_parts(events: str) -> str:
     """One row per turn in the relation `events`: its scalars, as far as these events hold them.
 
@@ -120,7 +135,8 @@ def turn_parts(events: str) -> str:
     """
     asked = "CASE WHEN kind = 'turn.requested' THEN {} END"
     done = "CASE WHEN kind = 'turn.completed' THEN {} END"
-    fields_asked = "json_extract_string(extra, ['$.parent_turn_id', '$.root_reason', '$.requested_model'])"
+    first = f"regexp_extract(extra, '{_FIRST_ASKED}', {_FIRST_NAMES})"
+    model = "json_extract_string(extra, '$.requested_model')"
     fields_done = f"json_extract_string(extra, {[f'$.{field}' for field in _FIELDS]})"
     usage = f"json_extract_string(extra, {[f'$.upstream.usage.{name}' for name in _USAGE]})"
     return f"""
@@ -128,8 +144,8 @@ def turn_parts(events: str) -> str:
            any_value({asked.format("lane")}) AS lane,
            any_value({asked.format("seq")}) AS seq,
            any_value({asked.format("time")}) AS requested,
-           any_value(asked[1]) AS parent_turn_id, any_value(asked[2]) AS root_reason,
-           any_value(asked[3]) AS requested_model,
+           {", ".join(f"any_value({_asked(name)}) AS {name}" for name in _FIRST_NAMES)},
+           any_value(requested_model) AS requested_model,
            any_value({done.format("time")}) AS completed,
            any_value(policy) AS policy, any_value(policy_version) AS policy_version,
            any_value(CAST(done[1] AS BIGINT)) AS prompt_length,
@@ -149,7 +165,8 @@ def turn_parts(events: str) -> str:
              bool_or(kind = 'turn.failed')
              OR (bool_or(kind = 'turn.completed') AND max(delivered) = 'sent')), false) AS whole
     FROM (
-      SELECT *, {asked.format(fields_asked)} AS asked, {done.format(fields_done)} AS done,
+      SELECT *, {asked.format(first)} AS first, {asked.format(model)} AS requested_model,
+             {done.format(fields_done)} AS done,
              {done.format(usage)} AS usage,
              CASE WHEN kind = 'turn.failed' THEN json_extract_string(extra, '$.error') END AS error,
              CASE WHEN kind = 'turn.delivered' THEN json_extract_string(extra, '$.how') END AS delivered,
