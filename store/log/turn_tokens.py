@@ -39,8 +39,6 @@ SPAN = ("version", "start", "end")
 KEPT_BYTES = 128 << 20
 """Of row groups in memory, those read last: neighbours in a batch are often neighbours in a file."""
 
-_SCHEMA = pa.schema([LOG_SCHEMA.field(name) for name in COLUMNS])
-
 Places = npt.NDArray[np.int64]
 _Key = tuple[str, str, int]
 """Lane, unit and row group."""
@@ -79,6 +77,16 @@ class Lists:
         bounds = (self.array[first].tolist(), self.begin[first].tolist(), self.end[last].tolist())
         return np.concatenate([self.arrays[i][begin:end] for i, begin, end in zip(*bounds, strict=True)])
 
+    def woven(self, other: Lists) -> npt.NDArray[Any]:
+        """The values of each list and of the other's at its place, one after the other."""
+        parts = [self.arrays[0][:0]] * (2 * len(self.array))
+        parts[::2], parts[1::2] = self._each(), other._each()
+        return np.concatenate([self.arrays[0][:0], *parts])
+
+    def _each(self) -> list[npt.NDArray[Any]]:
+        bounds = (self.array.tolist(), self.begin.tolist(), self.end.tolist())
+        return [self.arrays[i][begin:end] for i, begin, end in zip(*bounds, strict=True)]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnLists:
@@ -104,10 +112,12 @@ class TurnTokens:
     Args:
         store: folder of the store.
         ends: lane -> number of its events that the cut holds.
+        spans: read the version spans, too; else turns have none.
     """
 
-    def __init__(self, store: Path, ends: Mapping[str, int]) -> None:
+    def __init__(self, store: Path, ends: Mapping[str, int], *, spans: bool = True) -> None:
         self._store, self._ends = store, dict(ends)
+        self._columns = COLUMNS if spans else COLUMNS[:-1]
         self._scratch = _Scratch()
         self._kept = _Kept(self._scratch)
         self._live: dict[str, tuple[int, _Rows]] = {}
@@ -169,7 +179,7 @@ class TurnTokens:
             else:
                 held[group] = rows
         try:
-            for some, counts, table in read_row_groups(self._store, unit, missing, COLUMNS):
+            for some, counts, table in read_row_groups(self._store, unit, missing, self._columns):
                 together = _rows([_whole(column) for column in table.columns])
                 for group, rows in zip(some, _apart(together, counts), strict=True):
                     self._kept.keep((unit.lane, name, group), rows)
@@ -183,7 +193,8 @@ class TurnTokens:
         known = self._live.get(lane)
         if known is None or known[0] != start:
             batches = LaneReader(self._store, lane, start).poll(self._ends[lane])
-            table = pa.Table.from_batches([batch.select(COLUMNS) for batch in batches], _SCHEMA)
+            schema = pa.schema([LOG_SCHEMA.field(name) for name in self._columns])
+            table = pa.Table.from_batches([batch.select(self._columns) for batch in batches], schema)
             # Copied in any case: what was checked is in a file that may be damaged later.
             known = self._live[lane] = (start, _rows([column.combine_chunks() for column in table.columns]))
         return known[1]
@@ -301,18 +312,19 @@ class _Scratch:
 
 
 def _rows(columns: Sequence[Any]) -> _Rows:
-    """The rows of arrays, one for each of `COLUMNS`."""
+    """The rows of arrays, one for each of `COLUMNS`; the spans may be missing."""
     seqs, *lists = columns
-    begins, ends = np.empty((2, len(_LISTS), len(seqs)), np.int64)
+    begins, ends = np.zeros((2, len(_LISTS), len(seqs)), np.int64)
     for i, column in enumerate(lists):
         at = column.offsets.to_numpy()
         begins[i], ends[i] = at[:-1], at[1:]
         if column.null_count:  # a null may have values behind it
             np.copyto(ends[i], begins[i], where=column.is_null().to_numpy(zero_copy_only=False))
-    prompts, completions, logprobs, spans = lists
-    numbers = np.empty((len(spans.values), len(SPAN)), np.int64)
-    for i, name in enumerate(SPAN):
-        numbers[:, i] = spans.values.field(name).fill_null(-1).to_numpy()
+    prompts, completions, logprobs, *spans = lists
+    numbers = np.empty((sum(len(column.values) for column in spans), len(SPAN)), np.int64)
+    for column in spans:
+        for i, name in enumerate(SPAN):
+            numbers[:, i] = column.values.field(name).fill_null(-1).to_numpy()
     return _Rows(
         seqs=seqs.to_numpy(),
         begins=begins,

@@ -14,19 +14,20 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollbook.store import Store
 from rollbook.store.cut import Cut
 from rollbook.store.errors import CorruptionError, TrainError
 from rollbook.store.events.erased import ERASED_TOKEN
 from rollbook.store.fold.path_tokens import NO_VERSION
-from rollbook.store.log.turn_tokens import TurnLists, TurnTokens
+from rollbook.store.log.turn_tokens import Lists, TurnLists, TurnTokens
 from rollbook.train.select.references import References, routed_turns
 from rollbook.train.select.sample_ref import SampleRef
 from rollbook.train.select.samples import OF_ANOTHER, Bools, Ints, Sample
 
 _T = TypeVar("_T", bound=np.generic)
-_CHOSEN = ["place", "completed_lane", "completed_seq", "turn_id", "temperature"]
+_CHOSEN = ["place", "completed_lane", "completed_seq", "turn_id", "temperature", "min_version"]
 _LEAF = ["turn_id", "prompt_length", "prompt_sha256"]
 """Columns of turns, of all that a sample is made of, and of its last one."""
 
@@ -44,7 +45,9 @@ class Materializer:
         self, log: Store, cut: Cut, references: References, run: str, *, routing: bool = False
     ) -> None:
         self._log, self._cut, self._routing = log, cut, routing
-        self._tokens = TurnTokens(log.path, cut)
+        # Columns say which version sampled a turn if one sampled all of it.
+        self._mixed = not pc.all(references.turns["one_version"], skip_nulls=False, min_count=0).as_py()
+        self._tokens = TurnTokens(log.path, cut, spans=self._mixed)
         self._references, self._run = references, run
 
     def samples(self, wanted: Sequence[int]) -> list[Sample]:
@@ -69,9 +72,9 @@ class Materializer:
         turn_ids = chosen["turn_id"].to_pylist()
         others = [references.others.get(turn_id, ()) for turn_id in turn_ids] if references.others else None
         temperature = chosen["temperature"].to_numpy().astype(np.float32)
-        arrays = _assemble(
-            turns, references.sampled[entries], references.trained[entries], temperature, others
-        )
+        version = None if self._mixed else chosen["min_version"].fill_null(NO_VERSION).to_numpy()
+        flags = references.sampled[entries], references.trained[entries]
+        arrays = _assemble(turns, *flags, temperature, version, others)
         turn_ends, path_ends = np.cumsum(arrays.turn_lengths), np.cumsum(counts)
         ends = turn_ends[path_ends - 1]
         starts = np.concatenate([[0], ends[:-1]])
@@ -178,11 +181,13 @@ def _assemble(
     sampled: Bools,
     trained: Bools,
     temperature: npt.NDArray[np.float32],
+    version: Ints | None,
     others: Sequence[Sequence[tuple[int, int]]] | None,
 ) -> _Arrays:
     """The arrays of these turns; the other arguments have a value for each.
 
     Args:
+        version: that sampled all of the turn, `NO_VERSION` where none is known; None: the spans tell.
         others: where tokens begin and end that other policies sampled; None: they sampled none.
 
     Raises:
@@ -195,28 +200,32 @@ def _assemble(
         """A value for each token, of values for each turn's prompt and completion."""
         return np.repeat(_in_turn(first, second), lengths)
 
-    nothing, everything = np.zeros_like(trained), np.ones_like(trained)
-    answered = spread(nothing, everything)
-    tokens = np.empty(len(answered), np.int32)
-    tokens[answered] = turns.completions.joined()
-    tokens[~answered] = turns.prompts.joined()
-    loss_mask = answered if trained.all() else spread(nothing, trained)
+    nothing, cold = np.zeros_like(trained), np.ones_like(temperature)
     given = trained & turns.has_logprobs
     if (turns.logprobs.lengths != sampled_sizes)[given].any():
         raise CorruptionError("a turn has another number of logprobs than of sampled tokens")
-    unknown, cold = np.where(trained, np.float32(np.nan), np.float32(0)), np.zeros_like(temperature)
-    logprobs = spread(cold, unknown)
-    with_logprobs = loss_mask if (given == trained).all() else spread(nothing, given)
-    logprobs[with_logprobs] = turns.logprobs.of(given).joined()
+    tokens = turns.prompts.woven(turns.completions)
     return _Arrays(
         turn_lengths=sizes + sampled_sizes,
         tokens=tokens,
-        loss_mask=loss_mask,
-        logprobs=logprobs,
-        versions=_versions(turns, lengths, sampled, others),
-        temperatures=spread(cold + 1, np.where(sampled, temperature, np.float32(1))),
+        loss_mask=spread(nothing, trained),
+        logprobs=_logprobs(turns, given, trained),
+        versions=_versions(turns, lengths, sampled, version, others),
+        temperatures=spread(cold, np.where(sampled, temperature, cold)),
         some_erased=bool((tokens == ERASED_TOKEN).any()),
     )
+
+
+def _logprobs(turns: TurnLists, given: Bools, trained: Bools) -> npt.NDArray[np.float32]:
+    """The logprob of each token: 0 where it is not trained, NaN where it is and none is given."""
+    held, sizes = turns.logprobs, turns.completions.lengths
+    longest = max(turns.prompts.lengths.max(initial=0), sizes.max(initial=0))
+    arrays = [*held.arrays, np.zeros(longest, np.float32), np.full(longest, np.nan, np.float32)]
+    none, start = len(held.arrays), np.zeros_like(sizes)
+    prompts = Lists(arrays, start + none, start, turns.prompts.lengths)
+    array = np.where(given, held.array, none + trained)
+    sampled = Lists(arrays, array, np.where(given, held.begin, start), np.where(given, held.end, sizes))
+    return prompts.woven(sampled)
 
 
 def _in_turn(first: npt.NDArray[_T], second: npt.NDArray[_T]) -> npt.NDArray[_T]:
@@ -225,27 +234,28 @@ def _in_turn(first: npt.NDArray[_T], second: npt.NDArray[_T]) -> npt.NDArray[_T]
 
 
 def _versions(
-    turns: TurnLists, lengths: Ints, sampled: Bools, others: Sequence[Sequence[tuple[int, int]]] | None
+    turns: TurnLists,
+    lengths: Ints,
+    sampled: Bools,
+    version: Ints | None,
+    others: Sequence[Sequence[tuple[int, int]]] | None,
 ) -> Ints:
-    """The version of each token, by the spans of its turn; `NO_VERSION` where none says.
+    """The version of each token, by that of its turn or by the turn's spans; `NO_VERSION` where none says.
 
     Args:
         lengths: int64 [2 N], of each turn's prompt and completion.
-        others: as of `_assemble`.
+        version, others: as of `_assemble`.
     """
-    spans, counts = turns.spans.of(sampled).joined(), turns.spans.lengths[sampled]
-    sizes, at = turns.completions.lengths[sampled], np.flatnonzero(sampled)
-    some = counts > 0
-    whole = counts.max(initial=0) <= 1 and not spans[:, 1].any() and (spans[:, 2] == sizes[some]).all()
-    if whole and others is None:
-        of_turns = np.full((len(sampled), 2), NO_VERSION, np.int64)
-        of_turns[at[some], 1] = spans[:, 0]
-        return np.repeat(of_turns.ravel(), lengths)
-    versions = np.full(lengths.sum(), NO_VERSION, np.int64)
-    starts, held, last = (np.cumsum(lengths)[::2])[sampled], spans.tolist(), 0
+    nothing = np.full(len(sampled), NO_VERSION, np.int64)
+    whole = nothing if version is None else np.where(sampled, version, nothing)
+    versions = np.repeat(_in_turn(nothing, whole), lengths)
+    if version is not None and others is None:
+        return versions
+    at, starts = np.flatnonzero(sampled), (np.cumsum(lengths)[::2])[sampled]
+    held, counts, last = turns.spans.of(sampled).joined().tolist(), turns.spans.lengths[sampled], 0
     for turn, start, count in zip(at.tolist(), starts.tolist(), counts.tolist(), strict=True):
-        for version, first, end in held[last : last + count]:
-            versions[start + first : start + end] = version
+        for number, first, end in held[last : last + count]:
+            versions[start + first : start + end] = number
         for first, end in others[turn] if others else ():
             versions[start + first : start + end] = OF_ANOTHER
         last += count
