@@ -206,7 +206,7 @@ def experience_of(
     )
     old = rollout if scores.old_logprobs is None else scores.old_logprobs
     named = f"algorithm {algorithm.algorithm_name!r}"
-    weights = algorithm.weights(old.astype(np.float64) - rollout, lengths)
+    weights = algorithm.weights(np.subtract(old, rollout, dtype=np.float64), lengths)
     if weights is not None:
         check_shape(f"{named}: weights", weights, rollout.shape)
     if token_weights is not None:
