@@ -306,7 +306,6 @@ def _run(
     gc.collect()
     give_back()  # memory that reading the log took
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)  # conversations are long-lived trees without cycles: look less often
     # uvicorn raises a signal again once it has shut down; the contexts around it must end orderly too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     seals = settings.seal and peers is None and (siblings is None or siblings.place.is_first)

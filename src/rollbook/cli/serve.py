@@ -5,6 +5,7 @@ The options are made from `ServeSettings`.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -105,6 +106,8 @@ def serve(ctx: typer.Context, config: Path | None, show_config: bool, **values: 
     if show_config:
         say(as_toml(settings))
         return
+    # Modules, what was recorded and conversations are long-lived, without cycles: look less often for some.
+    gc.set_threshold(50_000, 20, 50)
     from rollbook.ingest.secrets import secrets_of
     from rollbook.ingest.serve.serve import serve as run_server
     from rollbook.store.errors import FencedError
