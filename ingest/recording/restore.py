@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rollbook.engines.weights import log as weight_log
 from rollbook.ingest.admission.outstanding import LOOSE_KEPT, TRAINABLE, Outstanding, used_by
@@ -38,7 +39,18 @@ TOGETHER = 64
 """Open trajectories that are read together."""
 _RARE = weight_log.KINDS | {r.KIND for r in (RunOpened, StepPlanned, StepCommitted, SampleDropped)}
 """Kinds of what trainers write, and of syncs: their events follow each other across lanes."""
-
+_RESTORED = (
+    "trajectory_id",
+    "group",
+    "split",
+    "finished",
+    "status",
+    "productive",
+    "policies",
+    "oldest",
+    "sampled",
+)
+_BY_END = [("finished", "ascending"), ("trajectory_id", "ascending")]
 
 _Trained = Event | Plan | Drop
 
@@ -79,21 +91,21 @@ class RunReader:
         Args:
             used: those that trainers used or dropped, which need not be taken.
         """
-        finished = []
-        for row in unused(known, used):
+        rows = unused(known, used)
+        columns = (rows[name].to_pylist() for name in _RESTORED)
+        for trajectory_id, group, split, ended, status, productive, policies, oldest, sampled in zip(
+            *columns, strict=True
+        ):
             self.outstanding.restore(
-                row["trajectory_id"],
-                row["group"],
-                row["split"],
-                running=row["finished"] is None,
-                given_up=row["status"] == "aborted",
-                productive=row["productive"],
-                oldest=dict(zip(row["policies"], row["oldest"], strict=True)),
-                sampled=row["sampled"],
+                *(trajectory_id, group, split),
+                running=ended is None,
+                given_up=status == "aborted",
+                productive=productive,
+                oldest=dict(zip(policies, oldest, strict=True)),
+                sampled=sampled,
             )
-            if row["finished"] is not None:
-                finished.append((row["finished"], row["trajectory_id"]))
-        self.outstanding.finished_before(trajectory_id for _, trajectory_id in sorted(finished))
+        over = rows.filter(pc.is_valid(rows["finished"])).sort_by(_BY_END)
+        self.outstanding.finished_before(over["trajectory_id"].to_pylist())
 
     def _rare(self, lane: str, count: int, among: pa.ChunkedArray) -> Iterable[_Trained]:
         """What trainers wrote up to the cut in a lane, in order; of sealed uses only those of these

@@ -118,14 +118,13 @@ def latest(known: pa.Table, splits: Collection[str], most: int) -> pa.Table:
     return pa.concat_tables([known.filter(pc.and_not(wanted, over)), ended])
 
 
-def unused(known: pa.Table, used: Collection[str]) -> list[dict[str, Any]]:
+def unused(known: pa.Table, used: Collection[str]) -> pa.Table:
     """Rows of `standings` in the order of opening, without those that were used together with all
     of their group: to take and to remove them would change nothing."""
     free = pc.invert(pc.is_in(known["trajectory_id"], pa.array(list(used), pa.string())))
     groups = known["group"].filter(free).unique()
     mixed = pc.and_(pc.is_valid(known["group"]), pc.is_in(known["group"], groups))
-    rows: list[dict[str, Any]] = _in_order(known.filter(pc.or_(free, mixed))).to_pylist()
-    return rows
+    return _in_order(known.filter(pc.or_(free, mixed)))
 
 
 def _in_order(known: pa.Table) -> pa.Table:
