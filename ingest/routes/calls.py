@@ -29,7 +29,7 @@ from rollbook.edge.bodies import BodyBudget
 from rollbook.edge.bounds import run_by_size
 from rollbook.edge.direct_routes import DirectRoutes
 from rollbook.edge.errors import describe
-from rollbook.edge.requests import RequestSlots
+from rollbook.edge.requests import RequestSlots, until_gone
 from rollbook.ingest.cluster.shared_connections import ElsewhereError
 from rollbook.ingest.endpoints.api import AgentApi, EarlierTurn, StreamWriter
 from rollbook.ingest.endpoints.registry import APIS
@@ -432,17 +432,17 @@ class _Client:
     """The client's end of the connection, watched for a disconnect."""
 
     def __init__(self, receive: Any, send: Any, in_flight: InFlightCall) -> None:
-        self._receive, self._send, self._in_flight = receive, send, in_flight
+        self._send, self._in_flight = send, in_flight
         self.begun = False
         self.gone = False
         self.on_gone: Callable[[], None] = lambda: None
-        self._watch = asyncio.create_task(self._until_gone())
+        self._watch = asyncio.create_task(until_gone(receive))
+        self._watch.add_done_callback(self._ended)
 
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.gone = True
-        self.on_gone()
+    def _ended(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled():
+            self.gone = True
+            self.on_gone()
 
     async def body(self, data: bytes, head: _Head, *, more: bool = True) -> None:
         """Send bytes, the headers first."""

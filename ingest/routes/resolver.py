@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.requests import Request
 
 from rollbook.edge.bounds import run_by_size, run_in_thread
 from rollbook.edge.guard import caller_of
 from rollbook.edge.keys import Caller
+from rollbook.edge.requests import until_gone
 from rollbook.ingest.admission.gate import Gate
 from rollbook.ingest.cluster.siblings import RequestRouter
 from rollbook.ingest.fields import OpenTrajectory
@@ -120,11 +122,7 @@ class RequestResolver:
         """
         if self.gate is None or self.recorder.find(name) is not None:
             return
-
-        async def gone() -> None:
-            while (await request.receive())["type"] != "http.disconnect":
-                pass
-
+        gone = partial(until_gone, request.receive)
         if await self.gate.enter(name, wanted.group, wanted.split, gone):
             reservation.callback(self.gate.leave, name)
 

@@ -66,6 +66,19 @@ class ClientGone(Exception):
     """The client closed its connection."""
 
 
+async def until_gone(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Return once the client of a request, whose body was read, has gone.
+
+    A cancelled task keeps the frame that it stood in. This one knows no object that could know the task: a
+    circle would keep the request and all that was made of it in memory until the next collection.
+
+    Args:
+        receive: ASGI's.
+    """
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class ClientWatch:
     """Notices when the client of a request has gone. The request's body must have been read.
 
@@ -74,8 +87,7 @@ class ClientWatch:
     """
 
     def __init__(self, receive: Callable[[], Awaitable[Any]]) -> None:
-        self._receive = receive
-        self._task = asyncio.create_task(self._until_gone())
+        self._task = asyncio.create_task(until_gone(receive))
 
     @property
     def gone(self) -> bool:
@@ -102,7 +114,3 @@ class ClientWatch:
     def close(self) -> None:
         """Stop watching."""
         self._task.cancel()
-
-    async def _until_gone(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import threading
@@ -20,6 +21,7 @@ from tests.fakes.proxies.in_process import InProcess
 
 from rollbook import store
 from rollbook.ingest.routes import calls
+from rollbook.ingest.turns.in_flight import InFlightCall
 from rollbook.store.errors import EngineError
 from rollbook.store.fold.trajectory import fold
 
@@ -187,6 +189,19 @@ def test_usage_comes_only_if_it_is_asked_for(proxy: InProcess, kind: str, usage:
             "total_tokens": asked_tokens + sampled,
         }
     assert sum(bool(c.get("usage")) for c in chunks) == wanted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_freed_once_it_is_answered(proxy: InProcess, stream: bool) -> None:
+    """Nothing of it is left in a circle, which would stay in memory until a collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        assert proxy.ask(f"/t/freed-{stream}{PATHS['chat']}", asked("chat", stream=stream)).status == 200
+        proxy.settled()
+        assert not [thing for thing in gc.get_objects() if type(thing) is InFlightCall]
+    finally:
+        gc.enable()
 
 
 # Durable before the end ------------------------------------------------------------------------------
