@@ -70,7 +70,10 @@ def compile_template(source: str) -> jinja2.Template:
     Raises:
         jinja2.TemplateError: it does not parse.
     """
-    return template_environment().from_string(source)
+    template = template_environment().from_string(source)
+    # Jinja chains them to its environment's, in Python: each rendering would go through them one by one.
+    template.globals = dict(template.globals)
+    return template
 
 
 _GLOBALS = frozenset(template_environment().globals)

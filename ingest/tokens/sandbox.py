@@ -101,9 +101,11 @@ def _joined(parts: Iterable[Any]) -> str:
     size = 0
     for part in parts:
         spend()
-        texts.append(str(part))
-        size += len(texts[-1])
-        _check_size(size)
+        text = str(part)
+        texts.append(text)
+        size += len(text)
+        if size > LARGEST:
+            _check_size(size)
     return "".join(texts)
 
 
