@@ -252,11 +252,13 @@ def exactly(message: Any, other: Any) -> bool:
     of a message that holds more than text."""
     if message != other:
         return False
-    if not isinstance(other, dict):
-        return orjson.dumps(message) == orjson.dumps(other)
-    return all(type(v) is str or v is None for v in other.values()) or orjson.dumps(message) == orjson.dumps(
-        other
-    )
+    if isinstance(other, dict):
+        for value in other.values():
+            if type(value) is not str and value is not None:
+                break
+        else:
+            return True
+    return orjson.dumps(message) == orjson.dumps(other)
 
 
 def _fits(known: Sequence[Json], shown: Sequence[Json], traits: TemplateTraits | None) -> bool:
