@@ -108,8 +108,11 @@ class BodyBudget:
         Raises:
             LimitError: 408, it comes too slowly; 413, it is too large; 503, there is no room for it.
         """
-        async with self._upload(request, most) as (_, raw):
-            yield raw
+        upload = self._begun(request, self._bound(most))
+        try:
+            yield await self._read(request, upload, self._bound(most))
+        finally:
+            self._leave(upload)
 
     @contextlib.asynccontextmanager
     async def plain(self, request: Request, most: int | None = None) -> AsyncIterator[bytes]:
@@ -119,8 +122,12 @@ class BodyBudget:
             LimitError: as `body`.
             RequestError: 415, its encoding is not supported; 400, it is not encoded as stated.
         """
-        async with self._upload(request, most) as (upload, raw):
-            yield await self._decoded(upload, request, raw, self._bound(most))
+        bound = self._bound(most)
+        upload = self._begun(request, bound)
+        try:
+            yield await self._decoded(upload, request, await self._read(request, upload, bound), bound)
+        finally:
+            self._leave(upload)
 
     async def decoded(self, raw: bytes, encoding: str, *, whole: bool = True) -> bytes:
         """Bytes without their content encoding, within a body's limit.
@@ -142,20 +149,13 @@ class BodyBudget:
 
     # Reading -------------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def _upload(self, request: Request, most: int | None) -> AsyncIterator[tuple[_Upload, bytes]]:
-        bound = self._bound(most)
+    def _begun(self, request: Request, bound: int) -> _Upload:
         declared = request.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > bound):
             raise _too_large(bound)
         upload = _Upload(request.client.host if request.client else "")
         self._reading.add(upload)
-        try:
-            raw = await self._read(request, upload, bound)
-            self._reading.discard(upload)
-            yield upload, raw
-        finally:
-            self._leave(upload)
+        return upload
 
     def _bound(self, most: int | None) -> int:
         return self._most if most is None else min(most, self._most)
@@ -171,6 +171,7 @@ class BodyBudget:
             if upload.came > bound:
                 raise _too_large(bound)
             self._take(upload, max(upload.came - self._free, 0) - upload.held)
+        self._reading.discard(upload)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _part(self, request: Request, upload: _Upload) -> tuple[bytes, bool]:
