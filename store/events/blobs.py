@@ -28,29 +28,37 @@ def externalize(value: Any, threshold: int, store: Callable[[str, Any], None]) -
         store: called with (digest, body) for each reference made; the same body may come again.
     """
 
-    def refer(body: Any) -> dict[str, str]:
-        data = orjson.dumps(body)
-        digest = hashlib.sha256(data).hexdigest()
-        store(digest, body)
-        return {KEY: digest}
-
-    def shrink(part: Any) -> Any:
-        if isinstance(part, str) and len(part) > threshold:
-            return refer(part)
-        if isinstance(part, dict):
-            return refer(part) if KEY in part else {key: shrink(entry) for key, entry in part.items()}
-        return [shrink(entry) for entry in part] if isinstance(part, list) else part
-
-    def shrink_entry(part: Any) -> Any:
-        small = shrink(part)
-        large = isinstance(part, (dict, list)) and len(orjson.dumps(small)) > threshold
-        return refer(part) if large else small
-
     if isinstance(value, list):
-        return [shrink_entry(entry) for entry in value]
+        return [_shrunk_entry(entry, threshold, store) for entry in value]
     if isinstance(value, dict) and KEY not in value:
-        return {key: shrink_entry(entry) for key, entry in value.items()}
-    return shrink(value)
+        return {key: _shrunk_entry(entry, threshold, store) for key, entry in value.items()}
+    return _shrunk(value, threshold, store)
+
+
+# Not functions within the one above: one that calls itself is a circle, and keeps what `store` holds, the
+# bodies, in memory until a collection.
+
+
+def _reference(body: Any, store: Callable[[str, Any], None]) -> dict[str, str]:
+    digest = hashlib.sha256(orjson.dumps(body)).hexdigest()
+    store(digest, body)
+    return {KEY: digest}
+
+
+def _shrunk(part: Any, threshold: int, store: Callable[[str, Any], None]) -> Any:
+    if isinstance(part, str) and len(part) > threshold:
+        return _reference(part, store)
+    if isinstance(part, dict):
+        if KEY in part:
+            return _reference(part, store)
+        return {key: _shrunk(entry, threshold, store) for key, entry in part.items()}
+    return [_shrunk(entry, threshold, store) for entry in part] if isinstance(part, list) else part
+
+
+def _shrunk_entry(part: Any, threshold: int, store: Callable[[str, Any], None]) -> Any:
+    small = _shrunk(part, threshold, store)
+    large = isinstance(part, (dict, list)) and len(orjson.dumps(small)) > threshold
+    return _reference(part, store) if large else small
 
 
 def resolve(value: Any, body: Callable[[str], Any]) -> Any:

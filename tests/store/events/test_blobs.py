@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from typing import Any
 
@@ -60,3 +61,14 @@ def test_a_reference_of_a_client_is_a_body() -> None:
     small, bodies = _apart([{KEY: "mine"}, {"x": {KEY: 1, "y": 2}}], 10_000)
     assert sorted(bodies.values(), key=str) == [{KEY: "mine"}, {KEY: 1, "y": 2}]
     assert small[1] == {"x": {KEY: hashlib.sha256(b'{"$body":1,"y":2}').hexdigest()}}
+
+
+def test_what_was_stored_is_freed_at_once() -> None:
+    """No circle is made that would hold the bodies until a collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        externalize({"messages": [{"content": ["x" * 1000]}]}, 100, {}.__setitem__)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
