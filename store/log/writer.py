@@ -331,9 +331,9 @@ class LaneWriter(contextlib.AbstractContextManager["LaneWriter"]):
 
     def _commit(self, group: _Group) -> None:
         """Hand the group to the flusher, which resolves its futures from then on."""
-        jobs = self._framer.jobs(group.appends)
-        group.appends = []
-        for job in jobs:
+        for job in self._framer.jobs(group.appends):
+            handed_over = {future for future, _ in job.acknowledged}
+            group.appends = [append for append in group.appends if append[1] not in handed_over]
             self._flusher.put(job, alone=self._queue.empty())
 
     def _collect(self, group: _Group) -> bool:

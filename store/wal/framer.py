@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -31,7 +31,7 @@ from rollbook.store.wal.segment import LaneState
 
 Appends = Sequence[tuple[Sequence[Event], "Future[int]"]]
 _REFERENCE = f'"{KEY}"'.encode()
-FRAME_BYTES = 256 << 20
+FRAME_BYTES = 32 << 20
 """A group of more bytes than about this is written in several frames: each is in memory several times."""
 APPEND_BYTES = 1 << 30
 """Largest append, whose events share a frame; Arrow's offsets and the frame's length end at 2 and 4 GiB."""
@@ -83,28 +83,25 @@ class Framer:
             return None
         return max(self._oldest + self._settings.segment_age_s - time.monotonic(), 0.0)
 
-    def jobs(self, group: Appends) -> list[Job]:
-        """What to write for the group: perhaps a new segment, perhaps a frame, perhaps nothing."""
-        jobs: list[Job] = []
+    def jobs(self, group: Appends) -> Iterator[Job]:
+        """What to write for the group: perhaps a new segment, perhaps frames, perhaps nothing.
+
+        Each is made when it is asked for, so that of a large group one frame is in memory, and not all.
+        """
         too_old = self.seconds_until_old() == 0.0
         if too_old or (group and self._offset >= self._settings.segment_bytes):
-            jobs.append(self.begin_segment())
-        if group:
-            jobs += self._commits(group)
-        return jobs
-
-    def _commits(self, group: Appends) -> list[Job]:
-        """The group as frames. An append without a stored form is refused before a frame is made of it."""
-        jobs: list[Job] = []
+            yield self.begin_segment()
+        # An append without a stored form is refused before a frame is made of it.
         part: list[_Append] = []
         size = 0
         for append in filter(None, map(_with_rows, group)):
             if part and size + append.bytes > FRAME_BYTES:
-                jobs += self._framed(part)
+                yield from self._framed(part)
                 part, size = [], 0
             part.append(append)
             size += append.bytes
-        return [*jobs, *self._framed(part)] if part else jobs
+        if part:
+            yield from self._framed(part)
 
     def _framed(self, appends: Sequence[_Append]) -> list[Job]:
         """The appends in one frame or, if one of them does not fit into it, one by one."""

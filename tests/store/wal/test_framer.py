@@ -80,7 +80,7 @@ def test_what_is_held_already_is_not_framed(notes: Callable[..., list[Event]]) -
     framer = _framer()
     framer.begin_segment()
     old = notes(2)
-    framer.jobs(_group(old))
+    list(framer.jobs(_group(old)))
     [job] = framer.jobs(_group(old[1:], old))
     assert (job.buffers, job.next_seq, [seq for _, seq in job.acknowledged]) == ([], 2, [1, 0])
 
@@ -152,7 +152,7 @@ def test_a_stored_body_is_an_event_like_others() -> None:
     framer.begin_segment()
     long = [{"role": "system", "content": "x" * 1000}]
     record = turn_requested("t", "u", root_reason="first", messages=long, context_key="key")
-    jobs = framer.jobs(_group([Event(record, "run")]))
+    jobs = list(framer.jobs(_group([Event(record, "run")])))
     payload = memoryview(b"".join(bytes(b) for b in jobs[0].buffers))
     event_id = decode_rows(read_frame(payload, 0).payload, 2)[0][0]
     [job] = framer.jobs(_group([Event(BodyStored("d", 1), "run", event_id=event_id)]))
@@ -166,14 +166,14 @@ def test_segments_end_by_size_and_by_age(
     framer = _framer(segment_bytes=2000, segment_age_s=60)
     framer.begin_segment()
     assert framer.seconds_until_old() is None
-    assert len(framer.jobs(_group(notes(20)))) == 1
-    jobs = framer.jobs(_group(notes(1, 20)))
+    assert len(list(framer.jobs(_group(notes(20))))) == 1
+    jobs = list(framer.jobs(_group(notes(1, 20))))
     assert [job.new_segment for job in jobs] == [2, None]
     assert 59 < (framer.seconds_until_old() or 0) <= 60
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     assert [job.new_segment for job in framer.jobs([])] == [3]
-    assert framer.jobs([]) == []  # an empty segment does not grow old
+    assert list(framer.jobs([])) == []  # an empty segment does not grow old
 
 
 def test_bodies_are_stored_once_a_segment() -> None:
