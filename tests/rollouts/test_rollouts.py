@@ -214,7 +214,7 @@ def own(beside: Path, name: str, **options: Any) -> dict[str, Any]:
 def test_programs_of_every_kind(server: Served, config: Callable[..., RolloutConfig]) -> None:
     """Each ends with its status, its trajectory with what follows from it, and nothing of it runs."""
     settings = config(
-        clocks={"total_s": 3.0, "start_s": 2.0, "grace_s": 0.2},
+        clocks={"total_s": 6.0, "start_s": 5.0, "grace_s": 0.2},
         agent={
             "command": config().agent.command,
             "isolation": "session",

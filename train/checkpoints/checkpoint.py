@@ -33,7 +33,6 @@ from rollbook.store.errors import ModelError, OutsideError
 from rollbook.store.events import CheckpointWritten, Json
 from rollbook.store.safe_paths import place_inside, reading, refuse_no_plain
 from rollbook.train.checkpoints.directory import (
-    FILES,
     LORA,
     SHARDS,
     STATES,
@@ -48,7 +47,6 @@ from rollbook.train.checkpoints.directory import (
     manifest_of,
     name_dtype,
     name_head,
-    sha256_by_file,
     size_of,
     write_manifest,
 )
@@ -141,20 +139,14 @@ def write_checkpoint(
             name_head(building / "config.json", scores)
         saved = save_weights(weights, building, like, tree=tree)
         own = (optimizer, *(critic or (None, None)), adapter and adapter.tensors)
-        beside = zip(_FILES.items(), own, strict=True)
-        lines = {
-            what: _save(t, building / file, tree=tree or what in STATES)
-            for (what, file), t in beside
-            if t is not None
-        }
+        lines = _save_beside(building, own, tree=tree)
         size = size_of(building)
         state = None if optimizer is None else combine(lines["optimizer"].values(), tree=True)
         digests = combine(saved.values(), tree=tree), state
         record = CheckpointWritten(policy, version, str(name), *digests, phase, size)
         manifest = manifest_of(run, record, {"weights": saved} | lines)
         manifest |= {} if adapter is None else {LORA: adapter.lora.described}
-        manifest |= {} if optimizer is None else {FILES: sha256_by_file(building, {})}
-        write_manifest(building, manifest)
+        write_manifest(building, manifest, None if optimizer is None else {})
         make_durable(building, target)
     return record
 
@@ -305,6 +297,15 @@ def _again(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     yield first
     yield from rest
+
+
+def _save_beside(building: Path, own: Sequence[Tensors | None], *, tree: bool) -> dict[str, dict[str, str]]:
+    """Write what a checkpoint holds beside its weights, of `_FILES`; the lines of each that there is."""
+    return {
+        what: _save(tensors, building / file, tree=tree or what in STATES)
+        for (what, file), tensors in zip(_FILES.items(), own, strict=True)
+        if tensors is not None
+    }
 
 
 def _save(tensors: Mapping[str, torch.Tensor], file: Path, *, tree: bool) -> dict[str, str]:

@@ -86,16 +86,19 @@ def hashes(lines: Mapping[str, str]) -> dict[str, str]:
     return {name: line.rsplit(" ", 1)[1] for name, line in lines.items()}
 
 
-def write_manifest(building: Path, manifest: Json) -> None:
-    """Write `rollbook.json`."""
+def write_manifest(building: Path, manifest: Json, known: dict[str, str] | None = None) -> None:
+    """Write `rollbook.json`.
+
+    Args:
+        known: the sha256 (hex) of files that need not be read for it; with it, the manifest has those of all.
+    """
+    if known is not None:
+        there = (file.name for file in building.iterdir())
+        names = sorted(name for name in there if name not in known and name != MANIFEST)
+        with ThreadPoolExecutor(2) as pool:
+            read = dict(zip(names, pool.map(lambda name: sha256_of(building / name), names), strict=True))
+        manifest = manifest | {FILES: read | known}
     make_empty(building / MANIFEST).write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
-
-
-def sha256_by_file(folder: Path, known: dict[str, str]) -> dict[str, str]:
-    """The sha256 (hex) of each file but the manifest, by name. `known` are those that need not be read."""
-    names = sorted(file.name for file in folder.iterdir() if file.name not in known and file.name != MANIFEST)
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(names, pool.map(lambda name: sha256_of(folder / name), names), strict=True)) | known
 
 
 def changed_files(folder: Path) -> list[str]:

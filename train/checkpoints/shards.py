@@ -41,7 +41,6 @@ from rollbook.store.permissions import make_empty, open_file
 from rollbook.store.safe_paths import place_inside
 from rollbook.store.sealed.parquet import sha256_of
 from rollbook.train.checkpoints.directory import (
-    FILES,
     LORA,
     SHARDS,
     building_beside,
@@ -52,7 +51,6 @@ from rollbook.train.checkpoints.directory import (
     make_durable,
     manifest_of,
     name_dtype,
-    sha256_by_file,
     size_of,
     write_manifest,
 )
@@ -223,12 +221,10 @@ def begin_sharded(
     def finish() -> CheckpointWritten:
         with whole:
             shards = [shard for wait in waits for shard in wait()]
-            size = size_of(building)
             digests = tensor_digests["weights_digest"], tensor_digests["optimizer_digest"]
-            record = CheckpointWritten(policy, version, str(name), *digests, phase, size)
-            files = sha256_by_file(building, {shard.name: shard.sha256 for shard in shards})
-            manifest = _manifest(run, record, tensor_digests, shards, trained.lora) | {FILES: files}
-            write_manifest(building, manifest)
+            record = CheckpointWritten(policy, version, str(name), *digests, phase, size_of(building))
+            manifest = _manifest(run, record, tensor_digests, shards, trained.lora)
+            write_manifest(building, manifest, {shard.name: shard.sha256 for shard in shards})
             make_durable(building, target)
         return record
 
