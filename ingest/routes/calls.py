@@ -440,9 +440,11 @@ class _Client:
         self._watch.add_done_callback(self._ended)
 
     def _ended(self, watch: asyncio.Task[None]) -> None:
-        if not watch.cancelled():
-            self.gone = True
-            self.on_gone()
+        if watch.cancelled():
+            return
+        watch.result()  # raises what went wrong, of which nothing follows about the client
+        self.gone = True
+        self.on_gone()
 
     async def body(self, data: bytes, head: _Head, *, more: bool = True) -> None:
         """Send bytes, the headers first."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rollbook.train.algorithms.algorithm import LossInputs
-from rollbook.train.algorithms.preferences import Pairs, of_samples, shares_of
+from rollbook.train.algorithms.preferences import Pairs, gaps_of, of_samples, ratings, shares_of
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +38,11 @@ class Orpo(Pairs):
         """Of each pair: whether the policy gives the chosen sample the greater odds, and the logarithm of
         their ratio."""
         gaps = _gaps(inputs)
-        return {"preference_accuracy": (gaps > 0).float(), "preference_margin": gaps}
+        return ratings(gaps, gaps)
 
 
 def _gaps(inputs: LossInputs) -> torch.Tensor:
     """Logarithm of the ratio of the odds p / (1 - p) of the chosen sample and of the rejected one, of each
     pair, [B / 2]; p is the geometric mean of the probabilities of a sample's tokens."""
     means = of_samples(inputs.logprobs, inputs.mask, mean=True).clamp(max=CERTAIN)
-    log_odds = means - (-means.expm1()).log()
-    return log_odds[0::2] - log_odds[1::2]
+    return gaps_of(means - (-means.expm1()).log())

@@ -120,24 +120,31 @@ class Dpo(Pairs):
         by how much; and how much likelier a token of the chosen one is than under the reference."""
         assert inputs.reference_logprobs is not None
         gaps, ratios = self._gaps(inputs), inputs.logprobs - inputs.reference_logprobs
-        return {
-            "preference_accuracy": (gaps > 0).float(),
-            "preference_margin": self.beta * gaps,
-            "chosen_logratio": of_samples(ratios, inputs.mask, mean=True)[0::2],
-        }
+        chosen = of_samples(ratios, inputs.mask, mean=True)[0::2]
+        return ratings(gaps, self.beta * gaps) | {"chosen_logratio": chosen}
 
     def _gaps(self, inputs: LossInputs) -> torch.Tensor:
         """Log-ratio of the chosen sample less that of the rejected one, of each pair, [B / 2]."""
         assert inputs.reference_logprobs is not None
         ratios = inputs.logprobs - inputs.reference_logprobs
-        of_each = of_samples(ratios, inputs.mask, mean=self.length_normalized)
-        return of_each[0::2] - of_each[1::2]
+        return gaps_of(of_samples(ratios, inputs.mask, mean=self.length_normalized))
 
 
 def of_samples(values: torch.Tensor, mask: torch.Tensor, *, mean: bool) -> torch.Tensor:
     """The sum, or the mean, over each sample's trained tokens: [B] of [B, T - 1]."""
     sums = values.where(mask, values.new_zeros(())).sum(-1)
     return sums / mask.sum(-1).clamp(min=1) if mean else sums
+
+
+def gaps_of(values: torch.Tensor) -> torch.Tensor:
+    """The chosen sample's value less the rejected one's, of each pair: [B / 2] of [B]."""
+    return values[0::2] - values[1::2]
+
+
+def ratings(gaps: torch.Tensor, margins: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The measures of pairs [B / 2]: whether each is rated as it was judged, which a gap above 0 says, and by
+    how much."""
+    return {"preference_accuracy": (gaps > 0).float(), "preference_margin": margins}
 
 
 def shares_of(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

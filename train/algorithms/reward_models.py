@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Need, ScoreInputs
-from rollbook.train.algorithms.preferences import Pairs
+from rollbook.train.algorithms.preferences import Pairs, gaps_of, ratings
 from rollbook.train.algorithms.rollouts import Floats
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class RewardModel(Pairs):
 
     def score_loss(self, inputs: ScoreInputs) -> torch.Tensor:
         """The loss of a pair, in equal shares on both its samples, [B]."""
-        gaps = _gaps(inputs.scores[:, 0]) - self._margins(inputs)
+        gaps = gaps_of(inputs.scores[:, 0]) - self._margins(inputs)
         losses = bradley_terry(gaps) if self.head == "score" else uncertain(gaps, _spread(inputs.scores))
         if self.centring:
             losses = losses + self.centring * centring(inputs.scores[:, 0])
@@ -78,12 +78,8 @@ class RewardModel(Pairs):
         """For each pair, whether its scores are in the order of the preference, and their
         difference; for each sample its score, and its standard deviation where a score is a
         distribution."""
-        gaps = _gaps(inputs.scores[:, 0])
-        measures = {
-            "preference_accuracy": (gaps > 0).float(),
-            "preference_margin": gaps,
-            "score_mean": inputs.scores[:, 0],
-        }
+        gaps = gaps_of(inputs.scores[:, 0])
+        measures = ratings(gaps, gaps) | {"score_mean": inputs.scores[:, 0]}
         return measures | ({"score_deviation": inputs.scores[:, 1].exp()} if self.head_width == 2 else {})
 
     def fitted(self, measured: Mapping[str, Floats]) -> Json:
@@ -100,7 +96,7 @@ class RewardModel(Pairs):
     def _margins(self, inputs: ScoreInputs) -> torch.Tensor:
         """The margin that each pair's difference is to exceed, [B / 2]."""
         if self.margin == "rewards":
-            return _gaps(inputs.rewards)
+            return gaps_of(inputs.rewards)
         return inputs.margins[0::2] if self.margin == "recorded" else inputs.margins.new_zeros(())
 
 
@@ -173,11 +169,6 @@ def calibration_temperature(gaps: Floats) -> float | None:
 def _slope(gaps: Floats, inverse: float) -> float:
     """Derivative of the mean loss by 1 / T."""
     return float(np.mean(-gaps * np.exp(-np.logaddexp(0, gaps * inverse))))
-
-
-def _gaps(values: torch.Tensor) -> torch.Tensor:
-    """For each pair, the chosen sample's value less the rejected one's, [B / 2]."""
-    return values[0::2] - values[1::2]
 
 
 def _spread(scores: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from rollbook.train.algorithms.algorithm import LossInputs
-from rollbook.train.algorithms.preferences import Pairs, of_samples, shares_of
+from rollbook.train.algorithms.preferences import Pairs, gaps_of, of_samples, ratings, shares_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,10 +35,9 @@ class Simpo(Pairs):
         """Of each pair: whether the policy prefers the chosen sample, by its mean logprob, and beta times by
         how much."""
         gaps = _gaps(inputs)
-        return {"preference_accuracy": (gaps > 0).float(), "preference_margin": self.beta * gaps}
+        return ratings(gaps, self.beta * gaps)
 
 
 def _gaps(inputs: LossInputs) -> torch.Tensor:
     """Mean logprob of the chosen sample less that of the rejected one, of each pair, [B / 2]."""
-    means = of_samples(inputs.logprobs, inputs.mask, mean=True)
-    return means[0::2] - means[1::2]
+    return gaps_of(of_samples(inputs.logprobs, inputs.mask, mean=True))

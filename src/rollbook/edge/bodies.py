@@ -108,9 +108,10 @@ class BodyBudget:
         Raises:
             LimitError: 408, it comes too slowly; 413, it is too large; 503, there is no room for it.
         """
-        upload = self._begun(request, self._bound(most))
+        bound = self._bound(most)
+        upload = self._begun(request, bound)
         try:
-            yield await self._read(request, upload, self._bound(most))
+            yield await self._read(request, upload, bound)
         finally:
             self._leave(upload)
 
