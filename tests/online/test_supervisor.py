@@ -74,9 +74,9 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def pids(spec: Spec) -> list[int]:
-    """Of all its starts."""
-    lines = spec.log.read_text().splitlines()
-    return [int(line.split()[1]) for line in lines if line.startswith("begins")]
+    """Of all its starts whose line is complete."""
+    lines = spec.log.read_text().splitlines(keepends=True)
+    return [int(line.split()[1]) for line in lines if line.startswith("begins") and line.endswith("\n")]
 
 
 def gone(pid: int) -> bool:
