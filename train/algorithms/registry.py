@@ -16,6 +16,7 @@ from rollbook.store.config import invalid_values
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import NEEDS, Algorithm
+from rollbook.train.algorithms.distillation import Distillation
 from rollbook.train.algorithms.orpo import Orpo
 from rollbook.train.algorithms.parts import NAMED, load_part, loaded_part, named_parts
 from rollbook.train.algorithms.policy_gradient import (
@@ -137,6 +138,7 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,
     "decoupled_ppo": DecoupledPpo,
     "ppo": Ppo,
+    "distillation": Distillation,
     "dpo": Dpo,
     "simpo": Simpo,
     "orpo": Orpo,

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -155,6 +156,7 @@ class Materializer:
             preferred=ref.preferred,
             misrouted=ref.misrouted,
             stranger=ref.stranger,
+            labels=orjson.loads(ref.labels),
         )
 
 

@@ -33,7 +33,9 @@ def trained_by(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
         if key not in stores:
             log = rb.open(shutil.copytree(recorded_path, folder / str(len(stores))))
             algorithm = {"name": name, "groups": 2, "group_size": 4} | keys
-            fabric.train(log, fabric.config(fabric.GRPO, steps=2, algorithm=algorithm))
+            asks = "teacher_kl" in keys or name == "distillation"
+            teacher = [{"model": str(fabric.untied_folder())}] if asks else []
+            fabric.train(log, fabric.config(fabric.GRPO, steps=2, algorithm=algorithm, teacher=teacher))
             stores[key] = log
         return stores[key]
 
@@ -44,7 +46,7 @@ def test_there_are_these() -> None:
     """In the order of the page."""
     assert [
         *("grpo", "policy_gradient", "rloo", "dr_grpo", "dapo", "gspo", "cispo"),
-        *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "decoupled_ppo", "ppo"),
+        *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "decoupled_ppo", "ppo", "distillation"),
     ] == NAMES
 
 
