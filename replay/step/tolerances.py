@@ -78,6 +78,11 @@ _STEP = Tolerance(
     typical=0.02,
 )
 
+_OUTPUTS = (
+    *("proximal_logprobs", "reference_logprobs", "values", "logprobs", "scores"),
+    *("batch_score", "kl_reference_point"),
+)
+"""Stages of what models give, before the step and in it."""
 TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -90,7 +95,7 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         ),
         **dict.fromkeys(("advantages", "returns"), _PURE),
         **dict.fromkeys(
-            ("proximal_logprobs", "reference_logprobs", "values", "logprobs", "scores", "batch_score"),
+            _OUTPUTS,
             replace(_FORWARD, of_largest=1e-5, atol=1e-6),
         ),
         "importance_weights": replace(_DERIVED, rtol=2e-4),
@@ -106,7 +111,7 @@ NARROW: Mapping[str, Tolerance] = MappingProxyType(
     {
         **TOLERANCES,
         **dict.fromkeys(
-            ("proximal_logprobs", "reference_logprobs", "values", "logprobs", "scores", "batch_score"),
+            _OUTPUTS,
             replace(_FORWARD, of_largest=5e-3, atol=1e-3),
         ),
         "importance_weights": replace(_DERIVED, rtol=0.1),

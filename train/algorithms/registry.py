@@ -16,6 +16,7 @@ from rollbook.store.config import invalid_values
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import NEEDS, Algorithm
+from rollbook.train.algorithms.kto import Kto
 from rollbook.train.algorithms.orpo import Orpo
 from rollbook.train.algorithms.parts import NAMED, load_part, loaded_part, named_parts
 from rollbook.train.algorithms.policy_gradient import (
@@ -140,6 +141,7 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "dpo": Dpo,
     "simpo": Simpo,
     "orpo": Orpo,
+    "kto": Kto,
     "reward_model": RewardModel,
 }
 """Name -> algorithm, in the order in which pages show them."""

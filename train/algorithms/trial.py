@@ -90,6 +90,7 @@ def _token_loss(algorithm: Algorithm, advantages: Advantages) -> torch.Tensor:
         reference_logprobs=near.flip(-1),
         entropy=-logprobs if "entropy" in algorithm.needs else None,
         values=near if "values" in algorithm.needs else None,
+        kl_reference=0.5 if "mismatched_kl" in algorithm.needs else None,
     )
     what = f"algorithm {algorithm.algorithm_name!r}"
     losses = check_shape(f"{what}: loss", algorithm.loss(inputs), shape)

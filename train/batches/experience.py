@@ -34,19 +34,27 @@ class Scores:
     """The values that models give each trained token, float32 [P]; None where the algorithm does
     not ask.
 
-    `batch_score` is the mean score of the samples by a reward model, before the step.
+    `batch_score` is the mean score of the samples by a reward model, before the step. `mismatched`, float64
+    [N], is by how much likelier the policy finds the completion of another sample after each one's prompt
+    than the reference does: the sum of log-ratios, in nats.
     """
 
     old_logprobs: Singles | None = None
     reference_logprobs: Singles | None = None
     values: Singles | None = None
     batch_score: float | None = None
+    mismatched: Floats | None = None
+
+    @property
+    def kl_reference(self) -> float | None:
+        """The divergence from the reference that these estimate: their mean, or 0 where that is less."""
+        return None if self.mismatched is None else max(float(self.mismatched.mean()), 0.0)
 
     def cut(self, at: Ints | Bools) -> Scores:
         """The scores of some tokens."""
         all_of = (self.old_logprobs, self.reference_logprobs, self.values)
         old, reference, own = (None if values is None else values[at] for values in all_of)
-        return Scores(old, reference, own, self.batch_score)
+        return Scores(old, reference, own, self.batch_score, self.mismatched)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,6 +129,8 @@ class Experience:
             digests["margins"] = digest_arrays({"margins": self.margins})
         if self.scores.batch_score is not None:
             digests["batch_score"] = digest_arrays({"batch_score": np.array([self.scores.batch_score])})
+        if self.scores.mismatched is not None:
+            digests["kl_reference_point"] = digest_arrays({"mismatched": self.scores.mismatched})
         optional = {
             "proximal_logprobs": self.scores.old_logprobs,
             "reference_logprobs": self.scores.reference_logprobs,

@@ -161,7 +161,8 @@ def of_tokens(values: TokenValues) -> Json:
         metrics["kl"] = _k3(_joined(values.reference_gaps).double().clamp(-20, 20))
     if values.entropies:
         metrics["entropy"] = float(_joined(values.entropies).double().mean())
-    metrics |= {name: _share(parts) for name, parts in values.measured.items()}
+    there = {name: parts for name, parts in values.measured.items() if any(map(len, parts))}
+    metrics |= {name: _share(parts) for name, parts in there.items()}
     ages = _joined(values.ages)
     known = ages[ages >= 0].double()
     metrics |= {
