@@ -230,6 +230,9 @@ RECORDED = (
 )
 """What a step's `step.committed` records in `metrics`, of those that it has."""
 
+OF_SOURCE = "reward."
+"""What further metrics are named: the mean reward of each source, of several that are weighed."""
+
 _NAMED = tuple(
     c for c in columns.STEPS if c.name in ("run", "step", "status", "policy", "policy_version", "algorithm")
 )

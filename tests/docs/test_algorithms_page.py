@@ -12,6 +12,7 @@ import pytest
 from rollbook.train.algorithms import parts
 from rollbook.train.algorithms.advantages import BASELINES
 from rollbook.train.algorithms.corrections import CORRECTIONS
+from rollbook.train.algorithms.gdpo import Gdpo
 from rollbook.train.algorithms.kto import Kto
 from rollbook.train.algorithms.normalizers import NORMALIZERS
 from rollbook.train.algorithms.orpo import Orpo
@@ -62,7 +63,14 @@ def test_every_part_is_explained(page: str) -> None:
     families = (BASELINES, SURROGATES, CORRECTIONS, KL_ESTIMATORS, NORMALIZERS, PREFERENCE_LOSSES)
     ours = {*(name for family in families for name in family), "unbiased", "biased"}
     assert ours <= named
-    others = {*Ppo.model_fields, *Dpo.model_fields, *RewardModel.model_fields, *Kto.model_fields, *ALGORITHMS}
+    others = {
+        *Ppo.model_fields,
+        *Dpo.model_fields,
+        *RewardModel.model_fields,
+        *Kto.model_fields,
+        *Gdpo.model_fields,
+        *ALGORITHMS,
+    }
     special = {"gae", "bradley_terry", "mean_deviation", "age_decay", "calibration_temperature"}
     assert named - ours <= others | special
     assert all(len(row) == 5 and all(row[:2]) for row in rows)
@@ -99,7 +107,7 @@ def test_every_key_that_changes_numbers_is_there(page: str) -> None:
     of_parts = {"clip_low": "l and h are the clips", "clip_high": "l and h are the clips"}
     of_parts |= {"overlong_factor": "`overlong_length`", "head": "`mean_deviation`"}
     written_by_trainer = {"reward_moments", "reward_moments_of"}
-    for kind in (Ppo, Dpo, Simpo, Orpo, Kto, RewardModel):
+    for kind in (Ppo, Gdpo, Dpo, Simpo, Orpo, Kto, RewardModel):
         for key in {*kind.model_fields} - counts - kinds - written_by_trainer:
             assert key in named | above or of_parts[key] in page, key
 

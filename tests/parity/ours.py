@@ -19,6 +19,7 @@ from rollbook.train.algorithms import reward_models
 from rollbook.train.algorithms.advantages import BASELINES, deviations
 from rollbook.train.algorithms.algorithm import LossInputs, ScoreInputs
 from rollbook.train.algorithms.corrections import CORRECTIONS
+from rollbook.train.algorithms.gdpo import Gdpo
 from rollbook.train.algorithms.kto import Kto
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
 from rollbook.train.algorithms.parts import load_part, named_parts
@@ -80,8 +81,8 @@ def weights(case: Case, **keys: Any) -> torch.Tensor:
     return result
 
 
-def estimated(case: Case, **keys: Any) -> Advantages:
-    """What an estimator makes of the case's rewards, each token's own among them."""
+def estimated(case: Case, reward_weights: tuple[float, ...] = (), **keys: Any) -> Advantages:
+    """What an estimator makes of the case's rewards, each token's own and those of its sources among them."""
     lengths = case.mask.sum(-1).numpy()
     return algorithm(**keys).advantages(
         Rollouts(
@@ -95,6 +96,8 @@ def estimated(case: Case, **keys: Any) -> Advantages:
             values=case.old_values[case.mask].numpy(),
             turn_rewards=case.turn_rewards[case.mask].double().numpy(),
             number_turns=lambda: case.turns[case.mask].numpy(),
+            reward_parts=case.source_rewards.double().numpy() if reward_weights else None,
+            reward_weights=np.array(reward_weights) if reward_weights else None,
         )
     )
 
@@ -242,7 +245,8 @@ def parts() -> list[Part]:
     of_dpo = [Part(key, "", "", str(Dpo.model_fields[key].default)) for key in _DPO_KEYS]
     of_dpo += [Part(name, "", "", "itself") for name in ("simpo", "orpo", "kto")]
     of_dpo += [Part(key, "", "", str(Kto.model_fields[key].default)) for key in _KTO_KEYS]
-    of_ppo = [Part("gae", "", "", "`ppo`"), Part("decoupled_ppo", "", "", "itself")]
+    of_ppo = [Part("gae", "", "", "`ppo`"), *(Part(n, "", "", "itself") for n in ("decoupled_ppo", "gdpo"))]
+    of_ppo += [Part("batch_normalization", "", "", f"{Gdpo.model_fields['batch_normalization'].default}")]
     of_recipe = [Part("age_decay", "", "", str(RecipeConfig.model_fields["age_decay"].default))]
     of_rewards = [_told(name, function, default) for name, (function, default) in _REWARD_MODELS.items()]
     return [*listed, *keys, *of_ppo, *of_recipe, *of_pairs, *of_dpo, *of_rewards]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Need = Literal[
     "logprobs",
     "rewards",
+    "reward_sources",
     "turn_rewards",
     "groups",
     "pairs",
@@ -32,8 +33,8 @@ Need = Literal[
     "batch_score",
     "mismatched_kl",
 ]
-"""What an algorithm may need. Of each sample: logprob and version of each trained token, a reward, rewards of
-its turns, a group.
+"""What an algorithm may need. Of each sample: logprob and version of each trained token, a reward, what
+each of several sources gave of it, rewards of its turns, a group.
 Of samples that they come in `pairs`, the chosen one before the rejected one, in one micro-batch; and by how
 much it was recorded as better (`margins`).
 Of each token: its logprob by the trainer's weights as the batch began (`old`) and by the reference policy;

@@ -16,6 +16,7 @@ from rollbook.store.config import invalid_values
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import NEEDS, Algorithm
+from rollbook.train.algorithms.gdpo import Gdpo
 from rollbook.train.algorithms.kto import Kto
 from rollbook.train.algorithms.orpo import Orpo
 from rollbook.train.algorithms.parts import NAMED, load_part, loaded_part, named_parts
@@ -134,6 +135,7 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "dapo": Dapo,
     "gspo": Gspo,
     "cispo": Cispo,
+    "gdpo": Gdpo,
     "reinforce_plus_plus": ReinforcePlusPlus,
     "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,
     "decoupled_ppo": DecoupledPpo,

@@ -155,6 +155,7 @@ class Materializer:
             preferred=ref.preferred,
             misrouted=ref.misrouted,
             stranger=ref.stranger,
+            reward_parts=ref.reward_parts,
         )
 
 

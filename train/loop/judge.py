@@ -280,7 +280,7 @@ class Evaluation:
         if self._config.algorithm.head_width:
             return {}  # no trajectory is sampled by a reward model
         config = self._config
-        args = (config.run, config.policy, config.recipe.reward_source, self._first)
+        args = (config.run, config.policy, config.recipe.rewards_of, self._first)
         return held_out_rewards(self._log, parse_cut(cut), *args)
 
     def _scored(self, held_out: HeldOutSamples) -> tuple[Json, int]:

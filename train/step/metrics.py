@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rollbook.store.events import Json
+from rollbook.store.sql.training_views import OF_SOURCE
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.batches.batch import Batch, MicroBatch, without_experts
 from rollbook.train.batches.experience import Experience
@@ -95,12 +96,25 @@ def of_batch(batch: Batch) -> Json:
         "samples": len(batch.samples),
         "reward": float(sum(rewards.tolist()) / len(rewards)) if len(rewards) else None,
         "reward_std": float(rewards.std()) if len(rewards) else None,
+        **_of_sources(experience),
         **_of_trajectories(batch),
         "flat_groups": _flat_groups(batch),
         "length_mean": float(lengths.mean()),
         "length_max": int(lengths.max()),
         "truncated": sum(sample.truncated for sample in batch.samples) / len(batch.samples),
         **_of_weights(experience),
+    }
+
+
+def _of_sources(experience: Experience) -> Json:
+    """The mean reward of each source, of the samples that it gave one; nothing where rewards are of one
+    source."""
+    if experience.reward_parts is None:
+        return {}
+    given = [column[~np.isnan(column)] for column in experience.reward_parts.T]
+    return {
+        f"{OF_SOURCE}{source}": float(column.mean()) if len(column) else None
+        for source, column in zip(experience.sources, given, strict=True)
     }
 
 

@@ -119,7 +119,9 @@ class _Generating:
         return self._case.old, None, None
 
     def _calculate_rewards(self, *_: Any) -> torch.Tensor:
-        return self._case.rewards[:, None]
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            return self._case.rewards[:, None]
+        return self._case.source_rewards
 
 
 def _scored(case: Case, kind: Any, **keys: Any) -> dict[str, torch.Tensor]:
@@ -132,6 +134,20 @@ def _scored(case: Case, kind: Any, **keys: Any) -> dict[str, torch.Tensor]:
 def advantages(case: Case, scale: str = "group") -> torch.Tensor:
     """GRPO's, of `scale_rewards`; 0 outside the mask."""
     values = _scored(case, GRPOTrainer, is_grpo=True, scale_rewards=scale)["advantages"]
+    return torch.where(case.mask, values[:, None], 0.0)
+
+
+def gdpo(case: Case, weights: tuple[float, ...]) -> torch.Tensor:
+    """GRPO's advantages of several reward functions, of `multi_objective_aggregation`; 0 outside the mask."""
+    values = _scored(
+        case,
+        GRPOTrainer,
+        is_grpo=True,
+        multi_objective_aggregation="normalize_then_sum",
+        reward_weights=torch.tensor(weights, dtype=torch.float64),
+        reward_funcs=weights,
+        reward_func_names=[f"reward {at}" for at in range(len(weights))],
+    )["advantages"]
     return torch.where(case.mask, values[:, None], 0.0)
 
 
