@@ -12,7 +12,7 @@ from rollbook.train.algorithms.algorithm import Need
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.rollouts import Floats, Rollouts
 
-_OF_THE_SUM = {
+OF_THE_SUM = {
     "turn_rewards": False,
     "reward_clip": None,
     "truncated_reward": None,
@@ -36,7 +36,7 @@ class Gdpo(GroupPolicyGradient):
 
     @model_validator(mode="after")
     def _of_sources(self) -> Gdpo:
-        for key, off in _OF_THE_SUM.items():
+        for key, off in OF_THE_SUM.items():
             if getattr(self, key) != off:
                 raise ValueError(
                     f"{key} changes a trajectory's whole reward, and gdpo takes those of its sources apart: "

@@ -33,7 +33,9 @@ def trained_by(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
         if key not in stores:
             log = rb.open(shutil.copytree(recorded_path, folder / str(len(stores))))
             algorithm = {"name": name, "groups": 2, "group_size": 4} | keys
-            fabric.train(log, fabric.config(fabric.GRPO, steps=2, algorithm=algorithm))
+            recipe = {"reward_weights": {"agent": 1.0}} if name == "gdpo" else {}
+            settings = fabric.config(fabric.GRPO, steps=2, algorithm=algorithm, recipe=recipe)
+            fabric.train(log, settings)
             stores[key] = log
         return stores[key]
 
@@ -43,7 +45,7 @@ def trained_by(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_there_are_these() -> None:
     """In the order of the page."""
     assert [
-        *("grpo", "policy_gradient", "rloo", "dr_grpo", "dapo", "gspo", "cispo"),
+        *("grpo", "policy_gradient", "rloo", "dr_grpo", "dapo", "gspo", "cispo", "gdpo"),
         *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "decoupled_ppo", "ppo"),
     ] == NAMES
 

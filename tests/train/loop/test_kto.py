@@ -124,9 +124,12 @@ def test_the_divergence_is_that_of_mismatched_completions(
     assert replay_step(log, 2).differs_in == "kl_reference_point"
 
 
-def test_the_point_of_reference_is_of_the_whole_batch(tmp_path: Path) -> None:
+def test_the_point_of_reference_is_of_the_whole_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However the batch is cut into micro-batches, padded or packed, the same training but for the last
     bits; without it, another one."""
+    parts = experiences.mismatched_parts
     ways: dict[str, Any] = {
         "whole": _config(micro_batch_size=6),
         "single": _config(micro_batch_size=1),
@@ -134,8 +137,13 @@ def test_the_point_of_reference_is_of_the_whole_batch(tmp_path: Path) -> None:
         "zero": _config({"reference_point": "zero"}),
     }
     logs = {name: _labelled(tmp_path / name) for name in ways}
+    own = list[str]()
     for name, settings in ways.items():
+        monkeypatch.setattr(
+            experiences, "mismatched_parts", lambda *of, name=name: own.append(name) or parts(*of)
+        )
         fabric.train(logs[name], settings)
+    assert own == ["packed"] * 6, "mixed samples that are packed have micro-batches of their own"
     losses = {name: [each["loss"] for each in _metrics(log)] for name, log in logs.items()}
     assert losses["single"] == pytest.approx(losses["whole"], abs=1e-5)
     assert losses["packed"] == pytest.approx(losses["whole"], abs=1e-5)
