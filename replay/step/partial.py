@@ -44,7 +44,7 @@ from rollbook.train.step.evidence import of_batch, of_tokens
 
 FORWARD = ("logprobs", "losses")
 """The stages of a forward pass."""
-OF_MODELS = {"old": "proximal_logprobs", "values": "values"}
+OF_MODELS = {"old": "proximal_logprobs", "values": "values", "teacher": "teacher_logprobs"}
 """What an algorithm needs of models, and the stage that it is."""
 
 
@@ -157,6 +157,7 @@ def recorded_batch(log: Store, history: History, plan: StepPlanned, values: Mapp
             values[wanted["old"]] if "old" in wanted else None,
             values["reference_logprobs"] if "reference" in wanted else None,
             values["values"] if "values" in wanted else None,
+            values["teacher_logprobs"] if "teacher" in wanted else None,
         )
 
     experience = experience_at(plan, samples, scores_of)

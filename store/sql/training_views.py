@@ -185,6 +185,9 @@ RECORDED = (
     ViewColumn("flat_groups", "DOUBLE", "share of groups whose rewards are all equal"),
     ViewColumn("entropy", "DOUBLE", "mean entropy of the policy at its trained tokens, in nats"),
     ViewColumn("kl", "DOUBLE", "KL divergence from the reference policy, estimated by k3"),
+    ViewColumn(
+        "teacher_kl", "DOUBLE", "reverse KL divergence of the policy that ratios are taken to, to the teacher"
+    ),
     ViewColumn("old_kl", "DOUBLE", "KL divergence from the policy that ratios are taken to, by k3"),
     ViewColumn("ratio_mean", "DOUBLE", "mean probability ratio of trained tokens"),
     ViewColumn("ratio_min", "DOUBLE", "the least of them"),

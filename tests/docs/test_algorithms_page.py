@@ -15,14 +15,12 @@ from rollbook.train.algorithms.corrections import CORRECTIONS
 from rollbook.train.algorithms.gdpo import Gdpo
 from rollbook.train.algorithms.kto import Kto
 from rollbook.train.algorithms.normalizers import NORMALIZERS
-from rollbook.train.algorithms.orpo import Orpo
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.ppo import Ppo
-from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo
+from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo, Orpo, Simpo
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.algorithms.rollouts import Rollouts
-from rollbook.train.algorithms.simpo import Simpo
 from rollbook.train.algorithms.surrogates import KL_ESTIMATORS, SURROGATES
 from rollbook.train.algorithms.trial import try_out
 from rollbook.train.config.config import parse_config

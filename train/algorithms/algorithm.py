@@ -28,6 +28,7 @@ Need = Literal[
     "margins",
     "old",
     "reference",
+    "teacher",
     "values",
     "entropy",
     "batch_score",
@@ -37,8 +38,9 @@ Need = Literal[
 each of several sources gave of it, rewards of its turns, a group.
 Of samples that they come in `pairs`, the chosen one before the rejected one, in one micro-batch; and by how
 much it was recorded as better (`margins`).
-Of each token: its logprob by the trainer's weights as the batch began (`old`) and by the reference policy;
-the critic's value of the state that it was sampled in (`values`); the entropy of its distribution.
+Of each token: its logprob by the trainer's weights as the batch began (`old`), by the reference policy, and
+by a model that the policy learns from (`teacher`); the critic's value of the state that it was sampled in
+(`values`); the entropy of its distribution.
 Of the batch the mean score that a reward model gives its samples before the step (`batch_score`); and the
 divergence from the reference that completions of other prompts estimate (`mismatched_kl`)."""
 NEEDS: tuple[str, ...] = get_args(Need)

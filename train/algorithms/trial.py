@@ -60,6 +60,7 @@ def _estimated(algorithm: Algorithm) -> Advantages:
         turn_rewards=np.where(np.arange(count) % 4 == 0, 0.25, 0.0),
         old_logprobs=(tokens - 2).astype(np.float32),
         reference_logprobs=(tokens[::-1] - 2).astype(np.float32),
+        teacher_logprobs=(tokens[::-1] - 2).astype(np.float32),
         values=tokens.astype(np.float32) if "values" in algorithm.needs else None,
         number_turns=lambda: np.arange(count) // 2,
         reward_parts=PARTS[TRAJECTORIES] if "reward_sources" in algorithm.needs else None,

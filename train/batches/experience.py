@@ -43,6 +43,7 @@ class Scores:
     old_logprobs: Singles | None = None
     reference_logprobs: Singles | None = None
     values: Singles | None = None
+    teacher_logprobs: Singles | None = None
     batch_score: float | None = None
     mismatched: Floats | None = None
 
@@ -53,9 +54,9 @@ class Scores:
 
     def cut(self, at: Ints | Bools) -> Scores:
         """The scores of some tokens."""
-        all_of = (self.old_logprobs, self.reference_logprobs, self.values)
-        old, reference, own = (None if values is None else values[at] for values in all_of)
-        return Scores(old, reference, own, self.batch_score, self.mismatched)
+        all_of = (self.old_logprobs, self.reference_logprobs, self.values, self.teacher_logprobs)
+        old, reference, own, teacher = (None if values is None else values[at] for values in all_of)
+        return Scores(old, reference, own, teacher, self.batch_score, self.mismatched)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -141,6 +142,7 @@ class Experience:
         optional = {
             "proximal_logprobs": self.scores.old_logprobs,
             "reference_logprobs": self.scores.reference_logprobs,
+            "teacher_logprobs": self.scores.teacher_logprobs,
             "values": self.scores.values,
             "returns": advantages.returns,
             "importance_weights": self.weights,
@@ -278,6 +280,7 @@ def _rollouts(
         turn_rewards=_turn_rewards(samples, masks),
         old_logprobs=old,
         reference_logprobs=scores.reference_logprobs,
+        teacher_logprobs=scores.teacher_logprobs,
         values=scores.values,
         number_turns=partial(_turns, samples, masks),
         others=others,

@@ -108,6 +108,29 @@ def begins(plan: StepPlanned) -> bool:
     return plan.rollout_batch is None or "samples" in plan.rollout_batch
 
 
+ANSWERS = "teacher_answers"
+"""Stage of the vectors in which the logprobs are that engines gave as teachers, of a whole rollout batch."""
+
+
+def recorded_answers(log: Store, run: str, plan: StepPlanned) -> Singles:
+    """The logprobs that a step recorded of the tokens of its rollout batch, float32 [P], since an engine gave
+    some of them.
+
+    Raises:
+        ReplayError: they were not recorded, or cannot be read.
+    """
+    for event in log.events_of([StepVectors.KIND], start=parse_cut(plan.cut)):  # they came later
+        record = event.record
+        assert isinstance(record, StepVectors)
+        named = (event.run, record.policy, record.step, record.attempt, record.stage)
+        if named == (run, plan.policy, plan.step, plan.attempt, ANSWERS):
+            return recorded_values(record)
+    raise ReplayError(
+        f"step {plan.step}: the log does not hold what the engine of its teacher answered, and it cannot be "
+        "asked again: replay it in the store that it was recorded in"
+    )
+
+
 def recorded_values(vectors: StepVectors) -> Singles:
     """The values of each trained token that a step recorded, float32 [P].
 

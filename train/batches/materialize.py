@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -156,6 +157,7 @@ class Materializer:
             misrouted=ref.misrouted,
             stranger=ref.stranger,
             reward_parts=ref.reward_parts,
+            labels=orjson.loads(ref.labels),
         )
 
 

@@ -2,8 +2,6 @@
 in which an unknown or ill-typed key is an error.
 
 The tables of a CONFIG that watch a training: evaluation on held-out data, and early stopping.
-
-`[sync]` of a CONFIG: the engines that are given weights, and how.
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from rollbook.engines.address import EngineAddress
 from rollbook.store.config import Count, Positive, Table, invalid_values
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
@@ -28,6 +25,8 @@ from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.config.recipe import Name, RecipeConfig
+from rollbook.train.config.sync import SyncConfig
+from rollbook.train.config.teacher import TeacherConfig, check_teachers
 
 HELD_OUT = "evaluation."
 """What the name of a metric of evaluations begins with, where a step has one of the same name."""
@@ -118,59 +117,6 @@ def check_stop_metrics(rules: Collection[StopRule], known: Collection[str], *, e
         )
 
 
-Address = Annotated[EngineAddress, PlainValidator(EngineAddress.of), PlainSerializer(str)]
-
-
-class SyncConfig(Table):
-    """Which engines get new weights, how often, and how running requests are treated."""
-
-    engines: Annotated[tuple[Address, ...], Field(min_length=1)]
-    """Control URLs: SGLang servers, or a proxy's own engine, such as http://127.0.0.1:8000/engine."""
-    key_env: Annotated[str, Field(min_length=1)] = "ROLLBOOK_ENGINE_KEY"
-    """Environment variable with the key sent to the engines: SGLang's API key, or an operator key of a
-    proxy."""
-    transport: Literal["auto", "disk", "tensor", "distributed"] = "auto"
-    """How weights are sent: from a directory that engines see too, from this host's memory, or by
-    broadcast."""
-    sync_every: Positive = 1
-    """Optimizer steps between syncs."""
-    overlap: bool = False
-    """Go on while weights travel: the next samples are gathered, scored and trained on meanwhile. It takes a
-    copy of the weights in the host's memory, unless they travel by disk."""
-    partial_rollout: bool = False
-    """Update weights while requests run; they continue with the new version. Otherwise requests finish
-    first."""
-    pause: Literal["retract", "in_place", "abort"] = "retract"
-    """How running requests continue with partial_rollout: their KV cache is recomputed, or kept, or they are
-    aborted and resumed. Keeping it needs SGLang started with --disable-overlap-schedule."""
-    drain_s: Annotated[float, Field(ge=0)] = 600.0
-    """Longest wait for running requests to end, without partial_rollout; after it they are retracted."""
-    bucket_mb: Positive = 512
-    """Size of a bucket of tensors; two buckets are in flight at a time."""
-    address: str = "127.0.0.1"
-    """Address of this host, as engines reach it, for broadcasts."""
-    timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """Longest wait for a reply of an engine, or for a collective operation."""
-    wait_s: Annotated[float, Field(ge=0)] = 600.0
-    """Longest wait for an engine to become reachable, if none is."""
-
-    def key(self, environment: Mapping[str, str]) -> str | None:
-        """The key sent to engines. It comes from the environment because a configuration is
-        recorded.
-
-        Raises:
-            ConfigError: the variable is set but empty, or is not the default one and is not set.
-        """
-        key = environment.get(self.key_env)
-        default = SyncConfig.model_fields["key_env"].default
-        if (key is None and self.key_env != default) or (key is not None and not key.strip()):
-            state = "not set" if key is None else "set and empty"
-            raise ConfigError(
-                f"sync.key_env names {self.key_env}, which is {state}: give it the engines' key"
-            )
-        return key
-
-
 class CheckpointConfig(Table):
     """How checkpoints are written, and which are kept. `checkpoint_every` says how often; none of these keys
     changes a bit of what is trained, or of what is read back."""
@@ -196,7 +142,14 @@ class CheckpointConfig(Table):
 
 
 Vector = Literal[
-    "logprobs", "losses", "entropies", "proximal_logprobs", "reference_logprobs", "values", "value_losses"
+    "logprobs",
+    "losses",
+    "entropies",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "teacher_logprobs",
+    "values",
+    "value_losses",
 ]
 
 
@@ -359,6 +312,8 @@ class TrainConfig(Table):
     """How checkpoints are written."""
     record: RecordConfig = RecordConfig()
     """What steps record beside the digests of their stages."""
+    teacher: tuple[TeacherConfig, ...] = ()
+    """The models that the policy learns from, where the algorithm asks for a teacher."""
     sync: SyncConfig | None = None
     """Engines that get new weights; absent: none."""
     evaluation: EvaluationConfig | None = None
@@ -369,6 +324,7 @@ class TrainConfig(Table):
     @model_validator(mode="after")
     def _recipe_fits(self) -> TrainConfig:
         check_recipe(self.recipe, self.algorithm)
+        check_teachers(self.teacher, self.algorithm)
         return self
 
     @model_validator(mode="after")
@@ -503,6 +459,7 @@ TABLES: Mapping[str, Mapping[str, type[Table]]] = {
     "parallel": {"": ParallelConfig},
     "checkpoint": {"": CheckpointConfig},
     "record": {"": RecordConfig},
+    "teacher": {"": TeacherConfig},
     "sync": {"": SyncConfig},
     "evaluation": {"": EvaluationConfig},
     "stop": {"": StopRule},

@@ -44,7 +44,7 @@ from rollbook.train.select.samples import (
 _TRAJECTORIES = """
     SELECT o.trajectory_id, o.run, o.trajectory AS name, o."group",
            CASE WHEN o.run = $own THEN o."group" ELSE o.run || '/' || o."group" END AS group_key, o.split,
-           o.status, o.success,
+           o.labels, o.status, o.success,
            o.lane AS opened_lane, o.opened, f.lane AS finished_lane, f.seq AS finished_seq, r.reward,
            {chosen} AS chosen
     FROM internal.trajectory_scalars o
@@ -194,7 +194,7 @@ class References:
         return self.refs([sample])[0]
 
 
-_NAMED = ["run", "trajectory_id", "name", "group", "split", "reward", "success", "status", "chosen"]
+_NAMED = ["run", "trajectory_id", "name", "group", "split", "labels", "reward", "success", "status", "chosen"]
 _OF_VERSIONS = ("oldest_version", "newest_version", "deciding")
 _DECIDING = {
     **dict(zip(_OF_VERSIONS, ("oldest", "newest", "deciding"), strict=True)),

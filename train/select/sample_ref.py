@@ -22,6 +22,7 @@ class SampleRef:
     """A sample by name, with what decides whether it is used.
 
     Attributes:
+        labels: of its trajectory, as JSON.
         trained: tokens with loss; 0 where some of its path were erased.
         unknown: of these, tokens whose policy version nobody knows.
         exact: whether each of these has a logprob.
@@ -64,6 +65,7 @@ class SampleRef:
     misrouted: str = ""
     stranger: str = ""
     reward_parts: tuple[float | None, ...] = ()
+    labels: str = "{}"
 
     def deciding_version(self, share: float) -> int | None:
         """The version by which it becomes too old; `share` is that of its recipe."""

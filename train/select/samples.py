@@ -8,7 +8,7 @@ trained on where a recipe takes only one. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,6 +56,7 @@ class Sample:
         stranger: a policy that sampled a trained token, and that the recipe does not name; empty: none did.
         misrouted: why the model cannot replay `routed`; empty where it can, or nobody asked.
         cut_to: tokens that are left of a path that is longer than the model's context; None: all are.
+        labels: of its trajectory, as it was opened with them.
         margin: by how much it was recorded as better than the sample after it, where a loss asks for that.
         reward_parts: of `reward`, where it is a weighted sum: what each source gave, in the order of their
             names, None where it gave nothing.
@@ -88,6 +89,7 @@ class Sample:
     stranger: str = ""
     cut_to: int | None = None
     reward_parts: tuple[float | None, ...] = ()
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -297,6 +299,7 @@ def _sample(
         chosen=chosen,
         routed=_routed(path),
         reward_parts=parts,
+        labels=trajectory.opened.labels,
     )
 
 

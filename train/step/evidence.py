@@ -70,10 +70,15 @@ class Evidence:
     def vectors(self, stages: Iterable[str], step: int, attempt: int, policy: str) -> list[StepVectors]:
         """The events that record the values of stages, as far as the step has them."""
         return [
-            StepVectors(step, attempt, policy, stage, _packed(self.values[stage].astype("<f4")))
+            StepVectors(step, attempt, policy, stage, packed_values(self.values[stage]))
             for stage in stages
             if stage in self.values
         ]
+
+
+def packed_values(values: Singles) -> str:
+    """Values as `step.vectors` has them; `recorded_values` is the inverse."""
+    return _packed(values.astype("<f4"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +150,7 @@ def of_batch(batch: Batch) -> Evidence:
     scores = {
         "proximal_logprobs": experience.scores.old_logprobs,
         "reference_logprobs": experience.scores.reference_logprobs,
+        "teacher_logprobs": experience.scores.teacher_logprobs,
         "values": experience.scores.values,
     }
     evidence = Evidence(

@@ -103,6 +103,7 @@ def of_batch(batch: Batch) -> Json:
         "length_max": int(lengths.max()),
         "truncated": sum(sample.truncated for sample in batch.samples) / len(batch.samples),
         **_of_weights(experience),
+        **_of_teacher(experience),
     }
 
 
@@ -116,6 +117,21 @@ def _of_sources(experience: Experience) -> Json:
         f"{OF_SOURCE}{source}": float(column.mean()) if len(column) else None
         for source, column in zip(experience.sources, given, strict=True)
     }
+
+
+def _of_teacher(experience: Experience) -> Json:
+    """The mean of k1 of the policy that ratios are taken to, to the teacher, over the tokens that have one:
+    the reverse KL divergence (Schulman 2020). Nothing where no teacher is asked."""
+    teacher, old = experience.scores.teacher_logprobs, experience.scores.old_logprobs
+    if teacher is None:
+        return {}
+    if old is None:
+        old = np.concatenate(
+            [s.logprobs[mask] for s, mask in zip(experience.samples, experience.masks, strict=True)]
+        )
+    gaps = np.subtract(old, teacher, dtype=np.float64)
+    taught = gaps[np.isfinite(gaps)]
+    return {"teacher_kl": float(taught.mean()) if len(taught) else None}
 
 
 def _of_weights(experience: Experience) -> Json:

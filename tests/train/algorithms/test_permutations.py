@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.advantages import BASELINES
+from rollbook.train.algorithms.distillation import REWARDS
 from rollbook.train.algorithms.gdpo import OF_THE_SUM
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
@@ -24,6 +25,8 @@ KEYS: list[dict[str, Any]] = [
     {"discount": 0.9, "discount_unit": "turn", "turn_rewards": True},
     {"reward_kl": 0.2},
     {"reward_kl": 0.2, "kl_bound": "all"},
+    {"teacher_kl": 0.5},
+    {"teacher_kl": 0.5, "teacher_discount": 0.9, "whitening": "unbiased"},
     {"truncated_reward": 0.5},
     {"overlong_length": 5, "overlong_buffer": 4},
     {"reward_clip": [-0.5, 0.5]},
@@ -62,6 +65,7 @@ def _rollouts(seed: int) -> Rollouts:
         turn_rewards=random.normal(size=total),
         old_logprobs=(8 * random.normal(size=total)).astype(np.float32),
         reference_logprobs=random.normal(size=total).astype(np.float32),
+        teacher_logprobs=np.where(random.random(total) < 0.2, np.nan, random.normal(size=total)).astype("f4"),
         values=random.normal(size=total).astype(np.float32),
         number_turns=lambda: np.concatenate([np.zeros(0, np.int64), *(np.arange(n) // 2 for n in lengths)]),
         reward_parts=parts[names],
@@ -79,7 +83,7 @@ def _tokens(rollouts: Rollouts, order: Any) -> Any:
 def _permuted(rollouts: Rollouts, order: Any) -> Rollouts:
     at, turns = _tokens(rollouts, order), rollouts.turns
     assert turns is not None
-    tokens = ("turn_rewards", "old_logprobs", "reference_logprobs", "values")
+    tokens = ("turn_rewards", "old_logprobs", "reference_logprobs", "teacher_logprobs", "values")
     return replace(
         rollouts,
         groups=rollouts.groups[order],
@@ -113,7 +117,8 @@ def _check(values: dict[str, Any], seed: int) -> None:
 def test_of_every_algorithm(keys: dict[str, Any], seed: int) -> None:
     """With each key that has a part in advantages."""
     for name in NAMES:
-        if name != "gdpo" or not OF_THE_SUM.keys() & keys:
+        refused = {"gdpo": OF_THE_SUM, "distillation": REWARDS}.get(name, ())
+        if not keys.keys() & set(refused):
             _check({"name": name} | keys, seed)
 
 
