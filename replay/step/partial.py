@@ -146,6 +146,8 @@ def recorded_batch(log: Store, history: History, plan: StepPlanned, values: Mapp
         wanted |= {} if algorithm.reference is None else {"reference": "reference_logprobs"}
         if "batch_score" in algorithm.needs:
             wanted["batch_score"] = "batch_score"
+        if "mismatched_kl" in algorithm.needs:
+            wanted["mismatched_kl"] = "kl_reference_point"
         if missing := sorted(set(wanted.values()) - values.keys()):
             raise ReplayError(
                 f"step {plan.step} recorded no {', '.join(missing)} ([record] vectors of a CONFIG): "

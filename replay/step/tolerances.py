@@ -80,7 +80,7 @@ _STEP = Tolerance(
 
 _PASSES = (
     *("proximal_logprobs", "reference_logprobs", "teacher_logprobs", "values", "logprobs", "scores"),
-    "batch_score",
+    *("batch_score", "kl_reference_point"),
 )
 """Stages that are what a forward pass gives."""
 TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(

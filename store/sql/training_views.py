@@ -211,6 +211,10 @@ RECORDED = (
     ViewColumn("preference_accuracy", "DOUBLE", "share of pairs whose chosen sample is rated higher"),
     ViewColumn("preference_margin", "DOUBLE", "mean rating of chosen samples less that of rejected ones"),
     ViewColumn("chosen_logratio", "DOUBLE", "mean log-ratio of chosen samples' tokens to the reference"),
+    ViewColumn("label_accuracy", "DOUBLE", "kto: share of samples rated as their label says"),
+    ViewColumn("kl_reference", "DOUBLE", "kto: what log-ratios are held against, in nats"),
+    ViewColumn("desirable_rating", "DOUBLE", "kto: mean implicit reward of desirable samples"),
+    ViewColumn("undesirable_rating", "DOUBLE", "kto: mean implicit reward of the others"),
     ViewColumn("score_mean", "DOUBLE", "mean score that a reward model gives its samples"),
     ViewColumn("score_deviation", "DOUBLE", "mean standard deviation of such scores, of PURM"),
     ViewColumn("value_loss", "DOUBLE", "mean loss of the critic"),
@@ -228,6 +232,9 @@ RECORDED = (
     ViewColumn("memory_gib", "DOUBLE", "the most memory so far, of the GPU or else of the process"),
 )
 """What a step's `step.committed` records in `metrics`, of those that it has."""
+
+OF_SOURCE = "reward."
+"""What further metrics are named: the mean reward of each source, of several that are weighed."""
 
 _NAMED = tuple(
     c for c in columns.STEPS if c.name in ("run", "step", "status", "policy", "policy_version", "algorithm")

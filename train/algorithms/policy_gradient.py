@@ -275,6 +275,8 @@ class PolicyGradientKeys(Algorithm):
 
 
 Bools = npt.NDArray[np.bool_]
+_OF_OTHERS = ("pairs", "margins", "batch_score", "mismatched_kl")
+"""Needs that no policy gradient has."""
 
 
 class GroupPolicyGradient(PolicyGradientKeys):
@@ -290,8 +292,11 @@ class GroupPolicyGradient(PolicyGradientKeys):
         remedies = {
             "old": 'set old = "trainer"' if self.old != "trainer" else "",
             "groups": "set group_size above 1" if self.group_size == 1 else "",
+            "reward_sources": 'only name = "gdpo" takes them apart'
+            if "reward_sources" not in self._own_needs
+            else "",
             "values": 'only name = "ppo" has a critic' if "values" not in self._own_needs else "",
-        } | dict.fromkeys(("pairs", "margins", "batch_score"), "a policy gradient has none")
+        } | dict.fromkeys(_OF_OTHERS, "a policy gradient has none")
         check_declared(self._declared, remedies)
 
     @property

@@ -47,6 +47,9 @@ class Rollouts:
         values: float32 [P], the critic's; None where the algorithm needs none.
         number_turns: gives `turns`, which most algorithms do not ask for; None: each sample is one turn.
         others: further members of the samples' groups; None: there are none.
+        reward_parts: float64 [N, S], what each of S sources gave, NaN where one gave nothing, of rewards that
+            are weighted sums of them; None: they are of one source.
+        reward_weights: float64 [S], of these sources.
     """
 
     rewards: Floats
@@ -61,6 +64,8 @@ class Rollouts:
     values: Singles | None = None
     number_turns: Callable[[], Ints] | None = None
     others: GroupPeers | None = None
+    reward_parts: Floats | None = None
+    reward_weights: Floats | None = None
 
     @property
     def turns(self) -> Ints | None:

@@ -45,6 +45,7 @@ class MicroBatch:
     `reference_logprobs` and `weights` are None where the algorithm needs none; ratios are then
     taken to the engine's logprobs. `old_values` and `returns` are for the critic. `margins` and
     `rewards` are per sample, [B], and `batch_score` is of the whole batch: for reward models.
+    `kl_reference` is of the whole rollout batch, too.
     `lengths`, int64 [B], are the samples' token counts where the model is given the micro-batch
     packed, without the padding; None: it is given [B, T]. `experts`, int16 [B, T, layers, topk],
     are the experts that each token is sent to, `FREE` where routers choose; None: they always
@@ -65,6 +66,7 @@ class MicroBatch:
     margins: Singles | None = None
     rewards: Singles | None = None
     batch_score: float | None = None
+    kl_reference: float | None = None
     lengths: npt.NDArray[np.int64] | None = None
     experts: ExpertIds | None = None
 
@@ -248,6 +250,7 @@ def _collate(experience: Experience, part: list[int], packed: bool, mixture: Mix
         margins=experience.margins[part].astype(np.float32),
         rewards=experience.rewards[part].astype(np.float32),
         batch_score=experience.scores.batch_score,
+        kl_reference=experience.scores.kl_reference,
     )
 
 

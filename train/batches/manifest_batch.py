@@ -26,6 +26,7 @@ from rollbook.train.batches.experience import (
     experience_of,
     trained_masks,
 )
+from rollbook.train.config.recipe import recorded_rewards, sources_in
 from rollbook.train.select.drops import peers_of
 from rollbook.train.select.samples import Sample, of_another_run, samples_of
 
@@ -42,7 +43,7 @@ def samples_at_cut(log: Store, plan: StepPlanned, run: str) -> dict[str, Sample]
     """
     named = all_samples(plan) if begins(plan) else plan.samples
     wanted = {ref["trajectory_id"] for ref in named}
-    source, paths = plan.recipe["reward_source"], plan.recipe.get("paths", "all")
+    source, paths = recorded_rewards(plan.recipe), plan.recipe.get("paths", "all")
     trajectories = log.trajectories(parse_cut(plan.cut), wanted)
     own = None if plan.recipe.get("other_policies") is None else plan.policy
     materialized = (s for t in trajectories.values() for s in samples_of(t, source, paths, policy=own))
@@ -98,7 +99,8 @@ def experience_at(
     scores = scores_of(ordered, masks)
     aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
     others = peers_of(ordered, plan.others)
-    return experience_of(ordered, recorded_algorithm(plan.algorithm), scores, masks, aged, others)
+    algorithm, weights = recorded_algorithm(plan.algorithm), sources_in(recorded_rewards(plan.recipe))
+    return experience_of(ordered, algorithm, scores, masks, aged, others, weights)
 
 
 def begins(plan: StepPlanned) -> bool:

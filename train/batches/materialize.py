@@ -156,6 +156,7 @@ class Materializer:
             preferred=ref.preferred,
             misrouted=ref.misrouted,
             stranger=ref.stranger,
+            reward_parts=ref.reward_parts,
             labels=orjson.loads(ref.labels),
         )
 

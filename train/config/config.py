@@ -18,7 +18,7 @@ from rollbook.store.config import Count, Positive, Table, invalid_values
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
-from rollbook.store.sql.training_views import RECORDED
+from rollbook.store.sql.training_views import OF_SOURCE, RECORDED
 from rollbook.store.upkeep.checkpoints import Keep, keep_of
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
@@ -58,8 +58,8 @@ class StopRule(Table):
     Each `[[stop]]` is one rule, with exactly one of `above`, `below` and `better`."""
 
     metric: str
-    """A metric of steps (a column of the view `metrics`), or of evaluations: `evaluation.loss`,
-    `evaluation.reward`, `evaluation.preference_accuracy` and others."""
+    """A metric of steps (a column of the view `metrics`, or `reward.SOURCE`), or of evaluations:
+    `evaluation.loss`, `evaluation.reward`, `evaluation.preference_accuracy` and others."""
     above: float | None = None
     """The rule holds when the metric was above this `patience` times in a row."""
     below: float | None = None
@@ -357,7 +357,8 @@ class TrainConfig(Table):
                 "batch (algorithm.epochs times algorithm.mini_batches)"
             )
         if self.algorithm.algorithm_name in ALGORITHMS:  # one of the user's own may measure what it likes
-            known = {column.name for column in RECORDED}
+            weighed = self.recipe.reward_sources if self.recipe.reward_weights else ()
+            known = {column.name for column in RECORDED} | {f"{OF_SOURCE}{name}" for name in weighed}
             check_stop_metrics(self.stop, known, evaluates=self.evaluation is not None)
         return self
 
@@ -515,12 +516,32 @@ def check_recipe(recipe: RecipeConfig, algorithm: Algorithm) -> None:
             f'recipe.order = "recorded" is about samples that are gone over again and again, and {name} uses '
             "each once: leave it out, and see admission.order"
         )
+    if "reward_sources" in needs:
+        _check_sources(recipe, name)
     if recipe.min_group is not None and not algorithm.cycles:
         _check_min_group(recipe.min_group, algorithm)
     if recipe.group_statistics == "all" and ("groups" not in needs or "pairs" in needs):
         raise ValueError(
             f'recipe.group_statistics = "all" is about the baselines of groups, and {name} has none here: '
             "leave it out, or compare groups (algorithm.group_size)"
+        )
+
+
+def _check_sources(recipe: RecipeConfig, name: str) -> None:
+    """Check that several sources' rewards are there to be taken apart.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if recipe.reward_weights is None:
+        raise ValueError(
+            f"{name} normalizes the rewards of each source by themselves: name the sources by "
+            "recipe.reward_weights, as in { correct = 1.0, brief = 0.5 }"
+        )
+    if recipe.group_statistics == "all":
+        raise ValueError(
+            f'recipe.group_statistics = "all": of members that the recipe drops, a step keeps the whole '
+            f"reward alone, and {name} compares those of each source: leave it out"
         )
 
 

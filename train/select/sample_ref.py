@@ -29,7 +29,8 @@ class SampleRef:
         oldest_version, newest_version: of its oldest and newest trained token of the policy in training; None
             if none has a version of it.
         deciding: the version by which it becomes too old under the recipe it was found by; None likewise.
-        success, status, truncated, preferred, infinite, turn_reward, misrouted, stranger: see `Sample`.
+        success, status, truncated, preferred, infinite, turn_reward, misrouted, stranger, reward_parts: see
+            `Sample`.
         chosen: whether the recipe's SQL conditions hold for its trajectory.
         length: tokens of the whole path.
         lowest_token, highest_token: least and greatest id among them.
@@ -63,6 +64,7 @@ class SampleRef:
     learnable: int
     misrouted: str = ""
     stranger: str = ""
+    reward_parts: tuple[float | None, ...] = ()
     labels: str = "{}"
 
     def deciding_version(self, share: float) -> int | None:

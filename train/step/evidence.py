@@ -144,7 +144,9 @@ def of_samples(**stages: npt.NDArray[np.floating]) -> Evidence:
 def of_batch(batch: Batch) -> Evidence:
     """The evidence of what a step is given for each sample, by the stages before the loss."""
     experience, count = batch.experience, len(batch.samples)
-    advantages = experience.advantages.values
+    advantages, rewards = experience.advantages.values, experience.rewards.reshape(count, 1)
+    if experience.reward_parts is not None:
+        rewards = np.concatenate([rewards, experience.reward_parts], axis=1)
     scores = {
         "proximal_logprobs": experience.scores.old_logprobs,
         "reference_logprobs": experience.scores.reference_logprobs,
@@ -155,7 +157,7 @@ def of_batch(batch: Batch) -> Evidence:
         {
             "samples": _hashed_all([_arrays(sample) for sample in batch.samples]),
             "old_logprobs": _hashed([sample.logprobs for sample in batch.samples]),
-            "rewards": _hashed(experience.rewards.reshape(count, 1)),
+            "rewards": _hashed(rewards),
             "advantages": _hashed(
                 _split(advantages, experience.ends)
                 if experience.advantages.per_token

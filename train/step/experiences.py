@@ -21,7 +21,7 @@ from rollbook.store.events import CheckpointWritten, Json, StepPlanned
 from rollbook.store.fold.history import History, all_samples
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.algorithms.rollouts import Singles
+from rollbook.train.algorithms.rollouts import Floats, Singles
 from rollbook.train.batches.batch import (
     Batch,
     MicroBatch,
@@ -34,6 +34,7 @@ from rollbook.train.batches.batch import (
 )
 from rollbook.train.batches.experience import Bools, Experience, Scores, trained_masks
 from rollbook.train.batches.manifest_batch import begins, experience_at
+from rollbook.train.batches.mismatched import mismatched, mismatched_parts
 from rollbook.train.checkpoints.checkpoint import weights_named
 from rollbook.train.clock import timed
 from rollbook.train.ranks.kept_digests import Trees
@@ -174,6 +175,7 @@ def score(
     old = pending = opinions = values = None
     if algorithm.reference is not None:  # first, so that one apart computes while these do
         pending = references.logprobs(policy, algorithm.reference, micro_batches, parts)
+    gaps = mismatched_gaps(policy, algorithm, samples, masks, parts, references, packed=packed)
     if "teacher" in algorithm.needs:
         assert taught is not None
         opinions = taught(samples, masks, parts, answers, packed=packed)
@@ -189,9 +191,41 @@ def score(
 
     def whole() -> Scores:
         reference = None if pending is None else ordered(micro_batches, parts, pending())
-        return Scores(old, reference, values, None if opinions is None else opinions(), mean)
+        return Scores(old, reference, values, None if opinions is None else opinions(), mean, gaps())
 
     return whole
+
+
+def mismatched_gaps(
+    policy: Policy,
+    algorithm: Algorithm,
+    samples: Sequence[Sample],
+    masks: Sequence[Bools],
+    parts: Partition,
+    references: References,
+    *,
+    packed: bool,
+) -> Callable[[], Floats | None]:
+    """What gives the log-ratios of mismatched samples, as `Scores` has them; None where the algorithm does
+    not ask. Arguments as of `score`."""
+    if "mismatched_kl" not in algorithm.needs or algorithm.reference is None:
+        return lambda: None
+    unit = 2 if "pairs" in algorithm.needs else 1
+    mixed, trained = mismatched(samples, masks, policy.shape.context, unit)
+    own = mismatched_parts(samples, mixed, parts) if packed else parts
+    micro_batches = [
+        collate_tokens([mixed[i] for i in part], [trained[i] for i in part], packed=packed)
+        for part in micro_batches_of(own)
+    ]
+    pending = references.logprobs(policy, algorithm.reference, micro_batches, own)
+    logprobs = passed(policy, micro_batches, own, logprobs_of)
+    of_sample = np.repeat(np.arange(len(mixed)), [np.count_nonzero(mask) for mask in trained])
+
+    def gaps() -> Floats:
+        ratios = np.subtract(logprobs, ordered(micro_batches, own, pending()), dtype=np.float64)
+        return np.bincount(of_sample, ratios, len(mixed)).astype(np.float64, copy=False)
+
+    return gaps
 
 
 def part_of(parts: Partition, start: int, end: int) -> Partition:
@@ -218,12 +252,14 @@ def joined_scores(parts: Sequence[Scores]) -> Scores:
         there = [array for array in values if array is not None]
         return np.concatenate(there) if there else None
 
+    gaps = [part.mismatched for part in parts if part.mismatched is not None]
     return Scores(
         joined(part.old_logprobs for part in parts),
         joined(part.reference_logprobs for part in parts),
         joined(part.values for part in parts),
         joined(part.teacher_logprobs for part in parts),
         parts[0].batch_score,
+        None if not gaps else np.concatenate(gaps),
     )
 
 

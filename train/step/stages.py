@@ -21,6 +21,7 @@ STAGES = (
     "rewards",
     "margins",
     "batch_score",
+    "kl_reference_point",
     "advantages",
     "returns",
     "logprobs",

@@ -322,6 +322,7 @@ def loss_inputs(
         reference_logprobs=placed_if_any(micro.reference_logprobs),
         entropy=entropy,
         values=placed_if_any(micro.old_values),
+        kl_reference=micro.kl_reference,
     )
 
 

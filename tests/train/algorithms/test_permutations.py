@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollbook.train.algorithms.advantages import BASELINES
 from rollbook.train.algorithms.distillation import REWARDS
+from rollbook.train.algorithms.gdpo import OF_THE_SUM
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
 from rollbook.train.algorithms.rollouts import Rollouts
@@ -51,7 +52,8 @@ def _rollouts(seed: int) -> Rollouts:
     random = np.random.default_rng(seed)
     count = int(random.integers(1, 13))
     names = random.integers(0, 6, count)
-    rewards = random.normal(size=6)
+    rewards, parts = random.normal(size=6), random.normal(size=(6, 2))
+    parts[random.random(parts.shape) < 0.2] = np.nan
     lengths = random.integers(0, 5, count)
     total = int(lengths.sum())
     return Rollouts(
@@ -66,6 +68,8 @@ def _rollouts(seed: int) -> Rollouts:
         teacher_logprobs=np.where(random.random(total) < 0.2, np.nan, random.normal(size=total)).astype("f4"),
         values=random.normal(size=total).astype(np.float32),
         number_turns=lambda: np.concatenate([np.zeros(0, np.int64), *(np.arange(n) // 2 for n in lengths)]),
+        reward_parts=parts[names],
+        reward_weights=np.array([1.0, -0.5]),
     )
 
 
@@ -84,7 +88,10 @@ def _permuted(rollouts: Rollouts, order: Any) -> Rollouts:
         rollouts,
         groups=rollouts.groups[order],
         trajectories=rollouts.trajectories[order],
-        **{name: getattr(rollouts, name)[order] for name in ("rewards", "lengths", "truncated")},
+        **{
+            name: getattr(rollouts, name)[order]
+            for name in ("rewards", "lengths", "truncated", "reward_parts")
+        },
         **{name: getattr(rollouts, name)[at] for name in tokens},
         number_turns=lambda: turns[at],
     )
@@ -110,9 +117,9 @@ def _check(values: dict[str, Any], seed: int) -> None:
 def test_of_every_algorithm(keys: dict[str, Any], seed: int) -> None:
     """With each key that has a part in advantages."""
     for name in NAMES:
-        if name == "distillation" and keys.keys() & set(REWARDS):
-            continue
-        _check({"name": name} | keys, seed)
+        refused = {"gdpo": OF_THE_SUM, "distillation": REWARDS}.get(name, ())
+        if not keys.keys() & set(refused):
+            _check({"name": name} | keys, seed)
 
 
 @given(st.integers(0, 2**31))

@@ -35,7 +35,9 @@ def trained_by(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
             algorithm = {"name": name, "groups": 2, "group_size": 4} | keys
             asks = "teacher_kl" in keys or name == "distillation"
             teacher = [{"model": str(fabric.untied_folder())}] if asks else []
-            fabric.train(log, fabric.config(fabric.GRPO, steps=2, algorithm=algorithm, teacher=teacher))
+            recipe = {"reward_weights": {"agent": 1.0}} if name == "gdpo" else {}
+            changes = {"algorithm": algorithm, "teacher": teacher, "recipe": recipe}
+            fabric.train(log, fabric.config(fabric.GRPO, steps=2, **changes))
             stores[key] = log
         return stores[key]
 
@@ -45,7 +47,7 @@ def trained_by(recorded_path: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_there_are_these() -> None:
     """In the order of the page."""
     assert [
-        *("grpo", "policy_gradient", "rloo", "dr_grpo", "dapo", "gspo", "cispo"),
+        *("grpo", "policy_gradient", "rloo", "dr_grpo", "dapo", "gspo", "cispo", "gdpo"),
         *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "decoupled_ppo", "ppo", "distillation"),
     ] == NAMES
 
