@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from dataclasses import replace
 from typing import Any
@@ -60,7 +61,7 @@ def test_patches_are_those_of_transformers(patch: int, height: int, width: int, 
 @settings(max_examples=20)
 @given(rows=st.integers(1, 4), columns=st.integers(1, 4), merge=st.integers(1, 3), frames=st.integers(1, 3))
 def test_patches_are_cut_out_one_by_one(rows: int, columns: int, merge: int, frames: int) -> None:
-    """A slow reading of the rule: squares of patches row by row, in each its patches, in these the channels."""
+    """A slow reading of the rule: squares of patches row by row, in each its patches, in these channels."""
     own = replace(OWN, patch=3, merge=merge, frames=frames)
     array = _noise(rows * own.factor, columns * own.factor)
     expected = []
@@ -144,7 +145,5 @@ def test_any_bytes_are_an_image_or_refused(data: bytes, at: int) -> None:
     """Also those of an image with some replaced."""
     whole = _saved(Image.fromarray(_noise(9, 9)))
     for candidate in (data, whole[:at] + data + whole[at + len(data) :]):
-        try:
+        with contextlib.suppress(ImageError):
             assert decode(candidate).mode == "RGB"
-        except ImageError:
-            pass

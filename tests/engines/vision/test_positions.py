@@ -62,7 +62,7 @@ def test_places_are_those_of_transformers(rope_index: Any, family: str, parts: A
 
 @pytest.fixture(scope="module")
 def rope_index() -> Any:
-    """Transformers' own computation: (family, count, places of image tokens, grids) -> ([3, count], delta)."""
+    """Transformers' own computation: (family, count, places of image tokens, grids) -> ([3, count], delta)"""
     import torch
     import transformers
 

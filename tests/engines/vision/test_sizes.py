@@ -1,4 +1,5 @@
-"""Sizes, grids and tokens of images are those of transformers' image processor, by settings of either form."""
+"""Sizes, grids and tokens of images are those of transformers' image processor, by settings of either
+form."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def _written(folder: Path, values: dict[str, Any], name: str = "preprocessor_con
 @pytest.mark.parametrize("name", SETTINGS)
 @given(height=SIDES, width=SIDES)
 def test_grids_are_those_of_transformers(name: str, height: int, width: int) -> None:
-    """Of every size that is taken: the sides are multiples, the pixels within the limits, the tokens a quarter."""
+    """Of every size that is taken; of a grid's patches four have one token."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     settings = SETTINGS[name]
@@ -65,7 +66,7 @@ def test_an_image_that_was_resized_keeps_its_size(name: str, height: int, width:
 
 
 def test_settings_are_read_from_either_file(tmp_path: Path) -> None:
-    """A processor's with the image processor's within, or that alone; limits by their newer or older names."""
+    """A processor's with the image processor's within, or that alone; limits by newer or older names."""
     values = {"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "resample": 3}
     values |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "rescale_factor": 1 / 255}
     limits = (
@@ -122,5 +123,5 @@ def test_what_is_not_computed_is_refused(tmp_path: Path, changes: dict[str, Any]
 
 def test_a_model_without_images_has_no_settings(tmp_path: Path) -> None:
     """Both files that could hold them are named."""
-    with pytest.raises(ModelError, match="neither processor_config.json nor preprocessor_config.json"):
+    with pytest.raises(ModelError, match=r"neither processor_config\.json nor preprocessor_config\.json"):
         read_image_settings(tmp_path)

@@ -1,7 +1,8 @@
 """An image's bytes to the pixels that a model sees: decoded, resized, and as patches. Pure.
 
-Pillow resizes in whole numbers. So the pixels of an image, and with them its patches, are the same wherever they
-are computed, which is why images are resized here, and sent and kept in the size in which models see them.
+Pillow resizes in whole numbers. So the pixels of an image, and with them its patches, are the same wherever
+they are computed, which is why images are resized here, and sent and kept in the size in which models see
+them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ MOST_PIXELS = 1 << 26
 
 
 def decode(data: bytes) -> Image.Image:
-    """An image in RGB, as it is to be looked at: turned as its EXIF says, on white where it is transparent, and
-    the first picture where it holds several.
+    """An image in RGB, as it is to be looked at: turned as its EXIF says, on white where it is transparent,
+    and the first picture where it holds several.
 
     Raises:
         ImageError: the bytes are no image of `FORMATS`, are damaged, or it has too many pixels.
@@ -33,7 +34,8 @@ def decode(data: bytes) -> Image.Image:
             width, height = image.size
             if width * height > MOST_PIXELS:
                 raise ImageError(
-                    f"an image of {width} x {height} pixels: at most {MOST_PIXELS} are decoded; make it smaller"
+                    f"an image of {width} x {height} pixels: at most {MOST_PIXELS} are decoded; "
+                    "make it smaller"
                 )
             image.load()
             return _rgb(ImageOps.exif_transpose(image))

@@ -1,9 +1,9 @@
-"""Places of tokens along three axes, by which queries and keys of vision-language models are rotated: time, rows
-and columns. Pure.
+"""Places of tokens along three axes, by which queries and keys of vision-language models are rotated: time,
+rows and columns. Pure.
 
-As of Qwen2-VL (arXiv:2409.12191, section 2.1), of images: a text token has one place on all axes, one after the
-token before it. The tokens of an image lie in its grid, which begins where a text token would stand; what follows
-stands behind the longest side of the grid.
+As of Qwen2-VL (arXiv:2409.12191, section 2.1), of images: a text token has one place on all axes, one after
+the token before it. The tokens of an image lie in its grid, which begins where a text token would stand; what
+follows stands behind the longest side of the grid.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def places(count: int, starts: Sequence[int], grids: Sequence[Grid], merge: int)
 def image_tokens(
     count: int, starts: Sequence[int], grids: Sequence[Grid], merge: int
 ) -> npt.NDArray[np.int64]:
-    """Where in the tokens those of images are, int64 [K], in their order. Arguments and errors as of `places`."""
+    """Where in the tokens those of images are, int64 [K], in their order. Arguments and errors as of
+    `places`."""
     spans = _spans(count, starts, grids, merge)
     return np.concatenate([np.zeros(0, np.int64), *(np.arange(start, end) for start, end, _ in spans)])
 

@@ -1,7 +1,8 @@
 """The settings of a model's image processor, and what follows from them: the size that an image is given, its
 grid of patches, how many tokens stand for it. Pure, but for `read_image_settings`.
 
-The rule of sizes is that of Qwen2-VL (arXiv:2409.12191, section 2.1), as its published image processor has it.
+The rule of sizes is that of Qwen2-VL (arXiv:2409.12191, section 2.1), as its published image processor has
+it.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ def smart_size(height: int, width: int, settings: ImageSettings) -> tuple[int, i
     """
     if min(height, width) < 1 or max(height, width) > STEEPEST * min(height, width):
         raise ImageError(
-            f"an image of {width} x {height} pixels: a model takes none with a side more than {STEEPEST} times "
-            "the other; cut it, or leave it out"
+            f"an image of {width} x {height} pixels: a model takes none with a side more than {STEEPEST} "
+            "times the other; cut it, or leave it out"
         )
     factor = settings.factor
     nearest = (round(height / factor) * factor, round(width / factor) * factor)
