@@ -37,7 +37,8 @@ class Images:
         patches: float32 [P, columns of a patch] of all images that differ, one after the other.
         grids: int64 [N, 3] of each of these, in patches.
         at: int64 [2, K], (sample, place in it) of each token that stands for a part of an image.
-        features: int64 [K], which of the features goes there: as many as the grids have tokens, in their order.
+        features: int64 [K], which of the features goes there; there are as many as the grids have tokens, in
+            their order.
         places: int64 [3, B, T] of all tokens along time, rows and columns; 0 in the padding.
     """
 
@@ -77,8 +78,8 @@ def collate_images(
         where = image_tokens(*spans)
         if odd := where[ids[where] != image_token].tolist():
             raise ImageError(
-                f"token {odd[0]} of a sample is {ids[odd[0]]}, and should be {image_token}, which stands for its "
-                "image: the sample was recorded with another model; leave it out"
+                f"token {odd[0]} of a sample is {ids[odd[0]]}, and should be {image_token}, which stands for "
+                "its image: the sample was recorded with another model; leave it out"
             )
         at.append(np.stack([np.full(len(where), row), where]))
         for picture in own:

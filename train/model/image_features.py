@@ -1,5 +1,5 @@
-"""Features of images among the embeddings of tokens, and the rotation by places along three axes: one object for
-a rank's part of a model."""
+"""Features of images among the embeddings of tokens, and the rotation by places along three axes: one object
+for a rank's part of a model."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class _Placed:
 class ImageFeatures:
     """Computes features of a micro-batch's images, and has the language half take them.
 
-    They replace the embeddings of the tokens that stand for images, and are added to the outputs of as many first
-    layers as the tower has deep features for.
+    They replace the embeddings of the tokens that stand for images, and are added to the outputs of as many
+    first layers as the tower has deep features for.
 
     Where the tower is trained and layers are computed again in the backward pass, each of these layers has
     a backward pass of its own. So that it ends at the features, they are cut off from the tower, which is run
@@ -84,8 +84,9 @@ class ImageFeatures:
     def of(self, micro: MicroBatch, multiple: int, device: torch.device) -> Iterator[None]:
         """A context in which a forward pass sees the images of a micro-batch.
 
-        In a pass with gradients over layers that are computed again, what is added to their outputs is kept until
-        it is asked for outside of the context: backward passes take micro-batches in the order of forward passes.
+        In a pass with gradients over layers that are computed again, what is added to their outputs is kept
+        until it is asked for outside of the context: backward passes take micro-batches in the order of
+        forward passes.
 
         Args:
             multiple: the length of the pass is a multiple of it.

@@ -115,8 +115,8 @@ class Rotations(RotaryEmbedding):
 
 
 class PlacedRotation(RotaryEmbedding):
-    """The rotation angles of queries and keys by places along three axes; of text alone, which has one place on
-    all of them, by its positions.
+    """The rotation angles of queries and keys by places along three axes; of text alone, which has one place
+    on all of them, by its positions.
 
     Attributes:
         placed: angles [T, B, 1, head_dim] of the tokens of the current pass; None: they are of text alone.
@@ -129,8 +129,8 @@ class PlacedRotation(RotaryEmbedding):
         self.placed: torch.Tensor | None = None
 
     def angles(self, places: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-        """Angles [T, B, 1, head_dim] of tokens at places [3, T, B]: each frequency turns with the place along its
-        axis."""
+        """Angles [T, B, 1, head_dim] of tokens at places [3, T, B]: each frequency turns with the place along
+        its axis."""
         along = torch.from_numpy(places[self._axes].transpose(1, 2, 0)).to(device).float()
         turned = along * self.inv_freq.to(device)
         return torch.cat([turned, turned], -1)[:, :, None]
@@ -158,8 +158,8 @@ class RotatedAttention(SelfAttention):
                 )
             )
             angles = angles[:, windowed : windowed + 1]
-        if packed is not None and not packed.placed:
-            angles = angles[packed.positions, 0]
+        if packed is not None:
+            angles = angles[:, 0] if packed.placed else angles[packed.positions, 0]
         kwargs["rotary_pos_emb"] = angles
         output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
             hidden_states, attention_mask, **kwargs

@@ -199,8 +199,8 @@ def _check_vision(shape: ModelShape, how: Build) -> None:
         raise ModelError("train_vision: the model is of text alone, and has no tower to train: leave it out")
     if how.lora is not None:
         raise ModelError(
-            "train_vision with low-rank factors: these are in the language half, and all else stays as it is: "
-            "leave out train_vision, or [lora]"
+            "train_vision with low-rank factors: these are in the language half, and all else stays; "
+            "leave out one of them"
         )
 
 

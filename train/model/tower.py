@@ -1,4 +1,4 @@
-"""The tower of a model that sees images: the shapes of its tensors, and the module, which is transformers' own.
+"""The tower of a model that sees images: the shapes of its tensors, and the module, which is transformers'.
 
 A tower takes the patches of images and gives a feature for every token that stands for one: as wide as the
 language half, so that it goes where the token's embedding would.
@@ -75,8 +75,8 @@ def build_tower(vision: Vision, width: int, *, sequence: bool, empty: bool) -> A
 
     Args:
         width: of the language half.
-        sequence: ranks share the tokens, so that each has the gradients of its own tokens' features alone: a mark
-            has Megatron sum them.
+        sequence: ranks share the tokens, so that each has the gradients of its own tokens' features alone: a
+            mark has Megatron sum them.
         empty: its parameters have shapes alone, and no memory.
     """
     if not empty:

@@ -34,8 +34,8 @@ class Vision:
         window: side in pixels of the windows in which layers of the tower attend; 0: there are none.
         whole: the layers of the tower that attend without windows, where others have one.
         positions: of the tower's table of positions; 0: it has none.
-        deep: the layers of the tower after which further features are made. The first of these are added to the
-            output of the language half's first layer, the next to that of its second, and so on.
+        deep: the layers of the tower after which further features are made. The first of these are added to
+            the output of the language half's first layer, the next to that of its second, and so on.
     """
 
     kind: Kind

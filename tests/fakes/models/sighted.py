@@ -5,10 +5,19 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tests.fakes.stories import fabric
+
+from rollbook.engines.vision.sizes import token_count
+from rollbook.train.batches.batch import MicroBatch
+from rollbook.train.batches.images import Picture, collate_images
+from rollbook.train.model.shape import read_shape
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 CLASSES = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
@@ -37,8 +46,8 @@ LIMITS = {
 
 @functools.cache
 def sighted_folder(kind: str, *, tied: bool | None = None) -> Path:
-    """The folder of a model; Qwen3-VL's output is its embedding, that of Qwen2.5-VL is not, unless `tied` says
-    so."""
+    """The folder of a model; Qwen3-VL's output is its embedding, that of Qwen2.5-VL is not, unless `tied`
+    says so."""
     folder = fabric.scratch() / f"{kind}-{tied}"
     make_sighted(folder, kind, tied=kind == "qwen3_vl" if tied is None else tied)
     return folder
@@ -92,13 +101,23 @@ def sighted_config(kind: str, *, tied: bool) -> Any:
         "eos_token_id": IDS["<|im_end|>"],
         "tie_word_embeddings": tied,
     }
-    tower: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    tower: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+    }
     rope: dict[str, Any] = {"rope_type": "default"}
     if kind == "qwen2_5_vl":
         tower |= {"depth": 2, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
         rope |= {"rope_theta": 1e6, "mrope_section": [2, 3, 3]}
     else:
-        tower |= {"depth": 3, "patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+        tower |= {
+            "depth": 3,
+            "patch_size": 16,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        }
         rope |= {"rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
         text |= {"head_dim": 16}
     config = getattr(transformers, f"{CLASSES[kind]}Config")
@@ -135,3 +154,57 @@ def _write_processors(folder: Path, kind: str) -> None:
         of_images |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     processors = {"image_processor": of_images, "processor_class": f"{CLASSES[kind]}Processor"}
     (folder / "processor_config.json").write_text(json.dumps(processors, indent=2))
+
+
+# What they see -----------------------------------------------------------------------------------------
+
+IMAGES = (2, 0, 1, 3)
+"""Of each sample: several, none, one."""
+
+
+@dataclass(frozen=True)
+class SightedSample:
+    """Tokens, and the images among them."""
+
+    tokens: npt.NDArray[np.int64]
+    pictures: tuple[Picture, ...]
+
+
+def sighted_samples(kind: str, counts: Sequence[int] = IMAGES, *, seed: int = 5) -> list[SightedSample]:
+    """Random text around random images; the last image of a sample is the first of the first sample."""
+    rng = np.random.default_rng(seed)
+    columns = read_shape(sighted_folder(kind)).vision.columns  # type: ignore[union-attr]
+    shared, samples = None, []
+    for count in counts:
+        tokens: list[int] = []
+        pictures: list[Picture] = []
+        for number in range(count):
+            tokens += rng.integers(0, 256, rng.integers(2, 7)).tolist()
+            grid = (1, *(2 * rng.integers(1, 5, 2)).tolist())
+            patches = rng.standard_normal((grid[1] * grid[2], columns)).astype(np.float32)
+            picture = Picture(len(tokens), grid, f"{len(samples)}.{number}", patches)  # type: ignore[arg-type]
+            if shared is not None and number == count - 1:
+                picture = replace(shared, start=len(tokens))
+            shared = shared or picture
+            pictures.append(picture)
+            tokens += [IMAGE] * token_count(picture.grid, 2)
+        tokens += rng.integers(0, 256, rng.integers(3, 9)).tolist()
+        samples.append(SightedSample(np.array(tokens), tuple(pictures)))
+    return samples
+
+
+def sighted_micro(samples: Sequence[SightedSample], *, packed: bool) -> MicroBatch:
+    """The samples as one micro-batch; all tokens but the first are trained."""
+    lengths = np.array([len(sample.tokens) for sample in samples])
+    shape = (len(samples), int(lengths.max()))
+    tokens, mask = np.zeros(shape, np.int64), np.arange(shape[1]) < lengths[:, None]
+    for row, sample in enumerate(samples):
+        tokens[row, : len(sample.tokens)] = sample.tokens
+    mask[:, 0] = False
+    zeros, ones = np.zeros(shape, np.float32), np.ones(shape, np.float32)
+    images = collate_images([s.pictures for s in samples], [s.tokens for s in samples], 2, IMAGE)
+    return MicroBatch(
+        *(tokens, mask, zeros, ones, ones, np.zeros(shape, np.int64)),
+        lengths=lengths if packed else None,
+        images=images,
+    )

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
-from tests.fakes.models.sighted import IMAGE, KINDS, sighted_folder, sighted_model
+from tests.fakes.models.sighted import (
+    IMAGE,
+    KINDS,
+    SightedSample,
+    sighted_folder,
+    sighted_micro,
+    sighted_model,
+    sighted_samples,
+)
 from tests.fakes.models.weight_maps import to_huggingface, to_megatron
 
-from rollbook.engines.vision.sizes import token_count
 from rollbook.engines.weights.digests import digest_tensors, read_weights
-from rollbook.store.errors import ImageError, ModelError
+from rollbook.store.errors import ModelError
 from rollbook.train.batches.batch import MicroBatch
-from rollbook.train.batches.images import Picture, collate_images
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.model.lora import fresh_factors
@@ -30,56 +35,6 @@ from rollbook.train.ranks.backend import TrainablePolicy
 CPU = torch.device("cpu")
 EACH = pytest.mark.parametrize("kind", KINDS)
 LAYOUTS = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-IMAGES = (2, 0, 1, 3)
-"""Of each sample: several, none, one."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Tokens, and the images among them."""
-
-    tokens: npt.NDArray[np.int64]
-    pictures: tuple[Picture, ...]
-
-
-def _samples(kind: str, counts: Sequence[int] = IMAGES, *, seed: int = 5) -> list[Sample]:
-    """Random text around random images; the last image of a sample is the first of the first sample."""
-    rng = np.random.default_rng(seed)
-    columns = read_shape(sighted_folder(kind)).vision.columns  # type: ignore[union-attr]
-    shared, samples = None, []
-    for count in counts:
-        tokens: list[int] = []
-        pictures: list[Picture] = []
-        for number in range(count):
-            tokens += rng.integers(0, 256, rng.integers(2, 7)).tolist()
-            grid = (1, *(2 * rng.integers(1, 5, 2)).tolist())
-            patches = rng.standard_normal((grid[1] * grid[2], columns)).astype(np.float32)
-            picture = Picture(len(tokens), grid, f"{len(samples)}.{number}", patches)  # type: ignore[arg-type]
-            if shared is not None and number == count - 1:
-                picture = replace(shared, start=len(tokens))
-            shared = shared or picture
-            pictures.append(picture)
-            tokens += [IMAGE] * token_count(picture.grid, 2)
-        tokens += rng.integers(0, 256, rng.integers(3, 9)).tolist()
-        samples.append(Sample(np.array(tokens), tuple(pictures)))
-    return samples
-
-
-def _micro(samples: Sequence[Sample], *, packed: bool) -> MicroBatch:
-    """The samples as one micro-batch; all tokens but the first are trained."""
-    lengths = np.array([len(sample.tokens) for sample in samples])
-    shape = (len(samples), int(lengths.max()))
-    tokens, mask = np.zeros(shape, np.int64), np.arange(shape[1]) < lengths[:, None]
-    for row, sample in enumerate(samples):
-        tokens[row, : len(sample.tokens)] = sample.tokens
-    mask[:, 0] = False
-    zeros, ones = np.zeros(shape, np.float32), np.ones(shape, np.float32)
-    images = collate_images([s.pictures for s in samples], [s.tokens for s in samples], 2, IMAGE)
-    return MicroBatch(
-        *(tokens, mask, zeros, ones, ones, np.zeros(shape, np.int64)),
-        lengths=lengths if packed else None,
-        images=images,
-    )
 
 
 def _policy(kind: str, **how: Any) -> TrainablePolicy:
@@ -113,7 +68,7 @@ def _run(policy: TrainablePolicy, micros: Sequence[MicroBatch]) -> list[list[tor
     return policy.forward_backward(micros, loss_of)
 
 
-def _seen(kind: str, sample: Sample, reference: Any = None) -> torch.Tensor:
+def _seen(kind: str, sample: SightedSample, reference: Any = None) -> torch.Tensor:
     """Transformers' logits of a sample, from its patches, in front of all tokens but the first."""
     model = reference or sighted_model(kind)
     model.model.rope_deltas = None
@@ -129,10 +84,10 @@ def _seen(kind: str, sample: Sample, reference: Any = None) -> torch.Tensor:
 
 @functools.cache
 def _reference(kind: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """(transformers' logits of each sample, one by one; the gradients of every tensor, by the names of files)"""
+    """(transformers' logits of each sample, one by one; the gradients of all tensors, by names of files)"""
     model = sighted_model(kind)
     model.zero_grad()
-    logits = [_seen(kind, sample) for sample in _samples(kind)]
+    logits = [_seen(kind, sample) for sample in sighted_samples(kind)]
     _loss(logits).backward()
     held = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     if kind == "qwen2_5_vl":
@@ -151,7 +106,6 @@ def _compare(policy: TrainablePolicy, gradients: dict[str, torch.Tensor], *, tow
     for name, gradient in held.items():
         scale = float(expected[name].abs().max())
         assert scale > 1e-6, f"{name} has no gradient to compare"
-        # A bias of keys adds the same to all scores of a query: what it has is rounding, but for its rotation.
         assert float((gradient - expected[name]).abs().max()) <= 1e-4 * scale, name
 
 
@@ -181,7 +135,7 @@ def test_logits_and_gradients_are_transformers(kind: str, packed: bool) -> None:
     """Of samples with several images, one and none together: of all tensors, with the tower trained."""
     expected, gradients = _reference(kind)
     policy = _policy(kind, train_vision=True)
-    (logits,) = _run(policy, [_micro(_samples(kind), packed=packed)])
+    (logits,) = _run(policy, [sighted_micro(sighted_samples(kind), packed=packed)])
     assert max(float(row.abs().max()) for row in expected) > 1, "logits too small to tell anything"
     for own, theirs in zip(logits, expected, strict=True):
         assert own.shape == theirs.shape
@@ -193,13 +147,15 @@ def test_logits_and_gradients_are_transformers(kind: str, packed: bool) -> None:
 @LAYOUTS
 @pytest.mark.parametrize("train_vision", [False, True], ids=["frozen", "trained"])
 def test_passes_that_are_computed_again(kind: str, packed: bool, train_vision: bool) -> None:
-    """Recomputed layers give the same, over micro-batches with images and without; a step moves the tower only
-    if that is trained."""
+    """Recomputed layers give the same, over micro-batches with images and without; a step moves the tower
+    only if that is trained."""
     expected, gradients = _reference(kind)
     policy = _policy(kind, train_vision=train_vision, recompute=True)
     before = {name: tensor.clone() for name, tensor in policy.own_weights().items()}
-    samples = _samples(kind)
-    micros = [_micro(part, packed=packed) for part in (samples[1:3], samples[:1], samples[1:2], samples[3:])]
+    samples = sighted_samples(kind)
+    micros = [
+        sighted_micro(part, packed=packed) for part in (samples[1:3], samples[:1], samples[1:2], samples[3:])
+    ]
     logits = _run(policy, [micros[0], micros[1], micros[3]])
     ordered = [*logits[1], *logits[0], *logits[2]]
     for own, theirs in zip(ordered, expected, strict=True):
@@ -210,3 +166,141 @@ def test_passes_that_are_computed_again(kind: str, packed: bool, train_vision: b
     assert moved == {name for name in before if train_vision or not name.startswith("visual.")}
     held = {key.rpartition(".")[0] for key in policy.optimizer_state()}
     assert held == moved
+
+
+@EACH
+def test_a_frozen_tower_has_no_gradients(kind: str) -> None:
+    """The language half has all of its own; the tower has neither gradients nor state, and is streamed."""
+    _, gradients = _reference(kind)
+    policy = _policy(kind)
+    _run(policy, [sighted_micro(sighted_samples(kind), packed=True)])
+    _compare(policy, gradients, tower=False)
+    assert not any(parameter.requires_grad for parameter in policy._parts.module.visual.parameters())
+    assert any("visual" in name for name in policy.weights())
+
+
+@EACH
+@LAYOUTS
+def test_text_alone_is_a_text_model(kind: str, packed: bool) -> None:
+    """Micro-batches without images give the bits of a model that is the language half."""
+    policy = _policy(kind)
+    text = TrainablePolicy(replace(policy.shape, vision=None), OptimizerConfig(), Build(4, CPU, 0, 1))
+    text.load_weights(
+        {name.replace(policy.shape.prefix, "model."): t for name, t in policy.weights().items()}
+    )
+    micro = sighted_micro(sighted_samples(kind, (0, 0, 0)), packed=packed)
+    assert micro.images is None
+    (own,), (theirs,) = _run(policy, [micro]), _run(text, [micro])
+    assert all(torch.equal(a, b) for a, b in zip(own, theirs, strict=True))
+    gradients = text.gradients()
+    assert all(torch.equal(gradient, gradients[name]) for name, gradient in policy.gradients().items())
+
+
+@EACH
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "computed again"])
+def test_factors_in_the_language_half(kind: str, recompute: bool) -> None:
+    """They get gradients, and the tower none; merged, they are the model that transformers computes; and PEFT
+    finds each under its name."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model, get_peft_model_state_dict
+    from transformers import AutoModelForImageTextToText
+
+    lora = LoraConfig(rank=4, alpha=8.0)
+    policy = _policy(kind, lora=lora, recompute=recompute)
+    generator = torch.Generator().manual_seed(3)
+    fresh = fresh_factors(policy.shape, lora, 0)
+    factors = {name: torch.randn(t.shape, generator=generator) / 20 for name, t in fresh.items()}
+    policy.load_adapter(factors)
+    samples = sighted_samples(kind)
+    (logits,) = _run(policy, [sighted_micro(samples, packed=True)])
+    gradients = policy.gradients()
+    assert len(gradients) == len(factors)
+    assert all(".adapter." in name and float(gradient.norm()) > 1e-6 for name, gradient in gradients.items())
+    model = AutoModelForImageTextToText.from_pretrained(sighted_folder(kind)).eval()
+    names = r"model\.language_model\..*\.(q|k|v|o|gate|up|down)_proj"
+    theirs = get_peft_model(model, PeftConfig(r=4, lora_alpha=8, target_modules=names))
+    assert get_peft_model_state_dict(theirs).keys() == factors.keys()
+    merged = AutoModelForImageTextToText.from_pretrained(
+        None, config=model.config, state_dict=policy.weights()
+    ).eval()
+    for own, sample in zip(logits, samples, strict=True):
+        with torch.no_grad():
+            assert float((own - _seen(kind, sample, merged)).abs().max()) <= 2e-5
+            assert float((own - _seen(kind, sample)).abs().max()) > 1e-2
+
+
+@EACH
+@LAYOUTS
+def test_bfloat16(kind: str, packed: bool) -> None:
+    """The tower's weights are as narrow as all others, with float32 ones that are stepped; logits are near."""
+    expected, _ = _reference(kind)
+    policy = _policy(kind, dtype="bfloat16", train_vision=True, recompute=packed)
+    assert {tensor.dtype for tensor in policy.weights().values()} == {torch.bfloat16}
+    (logits,) = _run(policy, [sighted_micro(sighted_samples(kind), packed=packed)])
+    for own, theirs in zip(logits, expected, strict=True):
+        assert float((own.float() - theirs).abs().max()) < 0.05 * float(theirs.abs().max())
+    policy.optimizer_step(1e-3)
+    state = policy.optimizer_state()
+    tower = {name for name in policy.own_weights() if name.startswith("visual.")}
+    assert {f"{name}.main" for name in tower} <= state.keys()
+    assert {state[f"{name}.main"].dtype for name in tower} == {torch.float32}
+
+
+@EACH
+def test_weights_that_are_taken_over(kind: str) -> None:
+    """A policy on the weights of another, where these are, sees what that sees."""
+    micro = sighted_micro(sighted_samples(kind), packed=True)
+    policy = _policy(kind)
+    how = Build(1, CPU, 0, 1, trains=False)
+    other = TrainablePolicy(policy.shape, OptimizerConfig(), how, policy.own_weights())
+    own, theirs = (each.forward([micro], lambda outputs, _: outputs.clone())[0] for each in (policy, other))
+    assert torch.equal(own, theirs)
+    held = other.own_weights()
+    assert all(held[name].data_ptr() == t.data_ptr() for name, t in policy.own_weights().items())
+
+
+@EACH
+def test_all_that_is_seen_counts(kind: str) -> None:
+    """Other pixels, other places, or no deep features: other logits."""
+    policy, samples = _policy(kind), sighted_samples(kind)
+    micro = sighted_micro(samples, packed=True)
+    images = micro.images
+    assert images is not None
+
+    def logits() -> torch.Tensor:
+        return policy.forward([micro], lambda outputs, _: outputs.clone())[0]
+
+    as_it_is = logits()
+    flat = np.broadcast_to(np.arange(images.places.shape[2]), images.places.shape)
+    for changed in (replace(images, patches=images.patches * 1.5), replace(images, places=flat)):
+        micro = replace(micro, images=changed)
+        assert float((logits() - as_it_is).abs().max()) > 0.1
+    micro = replace(micro, images=images)
+    for name in {name for name in policy.own_weights() if "deepstack_merger_list" in name}:
+        policy.put(name, torch.zeros(()))
+    assert (float((logits() - as_it_is).abs().max()) > 0.1) == (policy.shape.deep_features > 0)
+
+
+@EACH
+def test_other_weights_in_its_place(kind: str) -> None:
+    """The tower's are among them, and come back."""
+    policy, micro = _policy(kind), sighted_micro(sighted_samples(kind), packed=True)
+    others = {name: tensor * 1.5 if "visual" in name else tensor for name, tensor in policy.weights().items()}
+
+    def logits() -> torch.Tensor:
+        return policy.forward([micro], lambda outputs, _: outputs.clone())[0]
+
+    own, digest = logits(), policy.weights_digest().digest
+    with policy.using(others):
+        assert not torch.equal(logits(), own)
+    assert torch.equal(logits(), own)
+    assert policy.weights_digest().digest == digest
+
+
+def test_what_cannot_be_trained_together_is_refused() -> None:
+    """A tower and factors; and the tower of a model that has none."""
+    with pytest.raises(ModelError, match="train_vision with low-rank factors"):
+        _policy("qwen3_vl", train_vision=True, lora=LoraConfig(rank=4))
+    shape = replace(read_shape(sighted_folder("qwen3_vl")), vision=None)
+    with pytest.raises(ModelError, match="train_vision: the model is of text alone"):
+        TrainablePolicy(shape, OptimizerConfig(), Build(1, CPU, 0, 1, train_vision=True))
