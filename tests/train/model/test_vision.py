@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.fakes.models.sighted import (
     IMAGE,
     KINDS,
@@ -198,7 +201,7 @@ def test_text_alone_is_a_text_model(kind: str, packed: bool) -> None:
 
 @EACH
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "computed again"])
-def test_factors_in_the_language_half(kind: str, recompute: bool) -> None:
+def test_factors_in_the_language_half(tmp_path: Path, kind: str, recompute: bool) -> None:
     """They get gradients, and the tower none; merged, they are the model that transformers computes; and PEFT
     finds each under its name."""
     from peft import LoraConfig as PeftConfig
@@ -220,9 +223,9 @@ def test_factors_in_the_language_half(kind: str, recompute: bool) -> None:
     names = r"model\.language_model\..*\.(q|k|v|o|gate|up|down)_proj"
     theirs = get_peft_model(model, PeftConfig(r=4, lora_alpha=8, target_modules=names))
     assert get_peft_model_state_dict(theirs).keys() == factors.keys()
-    merged = AutoModelForImageTextToText.from_pretrained(
-        None, config=model.config, state_dict=policy.weights()
-    ).eval()
+    shutil.copyfile(sighted_folder(kind) / "config.json", tmp_path / "config.json")
+    save_file(policy.weights(), tmp_path / "model.safetensors", {"format": "pt"})
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     for own, sample in zip(logits, samples, strict=True):
         with torch.no_grad():
             assert float((own - _seen(kind, sample, merged)).abs().max()) <= 2e-5
@@ -232,7 +235,7 @@ def test_factors_in_the_language_half(kind: str, recompute: bool) -> None:
 @EACH
 @LAYOUTS
 def test_bfloat16(kind: str, packed: bool) -> None:
-    """The tower's weights are as narrow as all others, with float32 ones that are stepped; logits are near."""
+    """The tower's weights are as narrow as all others, with float32 ones that are stepped; logits near."""
     expected, _ = _reference(kind)
     policy = _policy(kind, dtype="bfloat16", train_vision=True, recompute=packed)
     assert {tensor.dtype for tensor in policy.weights().values()} == {torch.bfloat16}
