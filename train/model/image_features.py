@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollbook.store.errors import ImageError
 from rollbook.train.batches.batch import MicroBatch
 from rollbook.train.batches.images import Images
 from rollbook.train.model.reshard import RankLayout
@@ -53,8 +54,9 @@ class ImageFeatures:
 
     def __init__(self, module: Any, shape: ModelShape, layout: RankLayout, *, again: bool) -> None:
         self._layout, self._again = layout, again
-        self._rotation = module.rotary_pos_emb if shape.vision is not None else None
-        self._tower = getattr(module, TOWER, None)
+        self._rotation: Any = module.rotary_pos_emb if shape.vision is not None else None
+        self._image_token = None if shape.vision is None else shape.vision.image_token
+        self._tower: Any = getattr(module, TOWER, None)
         self._cut: list[tuple[Images, list[torch.Tensor]]] = []
         """Images whose features were cut off, and these."""
         self._hooks: list[_Hook] = []
@@ -84,6 +86,9 @@ class ImageFeatures:
     def of(self, micro: MicroBatch, multiple: int, device: torch.device) -> Iterator[None]:
         """A context in which a forward pass sees the images of a micro-batch.
 
+        Raises:
+            ImageError: tokens stand for images, and none are there.
+
         In a pass with gradients over layers that are computed again, what is added to their outputs is kept
         until it is asked for outside of the context: backward passes take micro-batches in the order of
         forward passes.
@@ -93,6 +98,8 @@ class ImageFeatures:
         """
         images = None if self._rotation is None else micro.images
         later = self._again and torch.is_grad_enabled()
+        if self._rotation is not None:
+            self._check_seen(micro)
         if images is not None:
             self._rotation.placed = self._rotation.angles(_laid_out(images, micro.lengths, multiple), device)
         placed = self._placed(images, micro, multiple, device) if self._hooks and images is not None else None
@@ -107,6 +114,15 @@ class ImageFeatures:
                 self._rotation.placed = None
             for hook in self._hooks:
                 hook.now, hook.within = None, False
+
+    def _check_seen(self, micro: MicroBatch) -> None:
+        # Their embeddings are no image, and logprobs of an engine that saw one are of another context.
+        count = 0 if micro.images is None else micro.images.at.shape[1]
+        if (stand := int((micro.tokens == self._image_token).sum())) != count:
+            raise ImageError(
+                f"{stand} tokens of samples are {self._image_token}, which stands for a part of an image, "
+                f"and there are images of {count}: they were recorded without their images; leave them out"
+            )
 
     def _placed(
         self, images: Images, micro: MicroBatch, multiple: int, device: torch.device

@@ -81,8 +81,8 @@ def documents(
     )
     params.ends, params.positions, params.flash, params.placed = ends.tolist(), positions, None, placed
     if flash:
-        placed = torch.from_numpy(ends.astype(np.int32)).to(positions.device, non_blocking=True)
-        params.flash = Documents(placed, longest)
+        there = torch.from_numpy(ends.astype(np.int32)).to(positions.device, non_blocking=True)
+        params.flash = Documents(there, longest)
     return params
 
 

@@ -110,6 +110,11 @@ class ModelShape:
     vision: Vision | None = None
 
     @property
+    def architecture(self) -> str:
+        """What its config calls the whole model."""
+        return self.vision.kind if self.vision else self.family
+
+    @property
     def prefix(self) -> str:
         """What files put before the names of the layers' tensors, of the embedding and the final norm."""
         return "model.language_model." if self.vision and self.vision.kind == QWEN3_VL else "model."

@@ -99,7 +99,7 @@ def _module(vision: Vision, width: int) -> Any:
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
     from transformers.models.qwen3_vl import modeling_qwen3_vl
 
-    values = {
+    values: dict[str, Any] = {
         "depth": vision.layers,
         "hidden_size": vision.hidden,
         "intermediate_size": vision.ffn,

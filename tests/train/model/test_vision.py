@@ -25,7 +25,7 @@ from tests.fakes.models.sighted import (
 from tests.fakes.models.weight_maps import to_huggingface, to_megatron
 
 from rollbook.engines.weights.digests import digest_tensors, read_weights
-from rollbook.store.errors import ModelError
+from rollbook.store.errors import ImageError, ModelError
 from rollbook.train.batches.batch import MicroBatch
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.lora import LoraConfig
@@ -298,6 +298,18 @@ def test_other_weights_in_its_place(kind: str) -> None:
         assert not torch.equal(logits(), own)
     assert torch.equal(logits(), own)
     assert policy.weights_digest().digest == digest
+
+
+@LAYOUTS
+def test_images_that_were_not_recorded_are_missed(packed: bool) -> None:
+    """Tokens that stand for an image are never computed as if they were text."""
+    policy, micro = _policy("qwen3_vl"), sighted_micro(sighted_samples("qwen3_vl"), packed=packed)
+    with pytest.raises(
+        ImageError, match=f"tokens of samples are {IMAGE}, .* there are images of 0: they were"
+    ):
+        policy.forward([replace(micro, images=None)], lambda outputs, _: outputs)
+    (logits,) = policy.forward([micro], lambda outputs, _: outputs.clone())
+    assert torch.isfinite(logits).all()
 
 
 def test_what_cannot_be_trained_together_is_refused() -> None:

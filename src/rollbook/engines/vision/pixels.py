@@ -91,8 +91,8 @@ def patches_of(image: Image.Image, settings: ImageSettings) -> npt.NDArray[np.fl
         raise ImageError(
             f"an image of {width} x {height} pixels has no patches: resize it to multiples of {factor}"
         )
-    scaled = pixels.astype(np.float32) * np.float32(1 / 255)
-    scaled = (scaled - np.asarray(settings.mean, np.float32)) / np.asarray(settings.std, np.float32)
+    mean, std = np.array([settings.mean, settings.std], np.float32)
+    scaled = (pixels.astype(np.float32) * np.float32(1 / 255) - mean) / std
     sides = (height // factor, merge, patch, width // factor, merge, patch)
     squares = scaled.reshape(*sides, channels).transpose(0, 3, 1, 4, 6, 2, 5)
     repeated = np.repeat(squares[:, :, :, :, :, None], settings.frames, axis=5)

@@ -105,7 +105,9 @@ def _settings(values: dict[str, Any]) -> ImageSettings:
     least = values.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
     most = values.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or 28 * 28 * 1280
     settings = ImageSettings(
-        *(_whole(key, values.get(key, given)) for key, given in _SIDES.items()),
+        patch=_whole("patch_size", values.get("patch_size", 14)),
+        merge=_whole("merge_size", values.get("merge_size", 2)),
+        frames=_whole("temporal_patch_size", values.get("temporal_patch_size", 2)),
         least=_whole("the least number of pixels", least),
         most=_whole("the greatest number of pixels", most),
         mean=_channels("image_mean", values.get("image_mean") or _CLIP_MEAN),
@@ -114,9 +116,6 @@ def _settings(values: dict[str, Any]) -> ImageSettings:
     if settings.least > settings.most or settings.most < settings.factor**2:
         raise ValueError(f"no image has from {settings.least} to {settings.most} pixels")
     return settings
-
-
-_SIDES = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 
 
 def _whole(key: str, value: Any) -> int:
