@@ -30,7 +30,7 @@ from rollbook.train.batches.batch import MicroBatch
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.model.lora import fresh_factors
-from rollbook.train.model.model import Build
+from rollbook.train.model.model import Build, build_module
 from rollbook.train.model.shape import read_shape
 from rollbook.train.model.weight_names import plan, weight_shapes
 from rollbook.train.ranks.backend import TrainablePolicy
@@ -258,6 +258,8 @@ def test_weights_that_are_taken_over(kind: str) -> None:
     other = TrainablePolicy(policy.shape, OptimizerConfig(), how, policy.own_weights())
     own, theirs = (each.forward([micro], lambda outputs, _: outputs.clone())[0] for each in (policy, other))
     assert torch.equal(own, theirs)
+    empty = build_module(policy.shape, policy.layout, empty=True)
+    assert all(parameter.is_meta for parameter in empty.visual.parameters())
     held = other.own_weights()
     assert all(held[name].data_ptr() == t.data_ptr() for name, t in policy.own_weights().items())
 

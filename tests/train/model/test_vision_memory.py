@@ -97,9 +97,14 @@ def _kept(policy: TrainablePolicy, micro: MicroBatch) -> int:
 
 @EACH
 def test_the_first_stage_has_the_tower(kind: str) -> None:
-    """All of it, where ranks share matrices too."""
+    """All of it, where ranks share matrices too; other stages have none."""
     shape = read_shape(sighted_folder(kind))
     tower = sum(torch.Size(dims).numel() for name, dims in weight_shapes(shape).items() if "visual." in name)
     [layout] = stages_of(shape, ParallelConfig(tensor=2))
     assert parameters_of(shape, layout) == parameters_of(replace(shape, vision=None), layout) + tower
     assert tower > 30_000
+    if not shape.deep_features:
+        text = replace(shape, vision=None)
+        stages = zip(*(stages_of(each, ParallelConfig(pipeline=3)) for each in (shape, text)), strict=True)
+        more = [parameters_of(shape, a) - parameters_of(text, b) for a, b in stages]
+        assert more == [tower, 0, 0]
