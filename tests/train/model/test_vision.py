@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,19 @@ from tests.fakes.models.sighted import (
     sighted_samples,
 )
 from tests.fakes.models.weight_maps import to_huggingface, to_megatron
+from tests.fakes.stories import fabric
+from tests.fakes.stories.records import records_of
 
+from rollbook.engines.vision.pixels import decode, patches_of, png_of, resized
+from rollbook.engines.vision.sizes import grid_of, read_image_settings, token_count
 from rollbook.engines.weights.digests import digest_tensors, read_weights
+from rollbook.replay.step.step import replay_step
+from rollbook.store import Store
 from rollbook.store.errors import ImageError, ModelError
+from rollbook.store.events import CheckpointWritten
 from rollbook.train.batches.batch import MicroBatch
+from rollbook.train.batches.images import Picture
+from rollbook.train.checkpoints.checkpoint import write_checkpoint
 from rollbook.train.config.config import OptimizerConfig
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.model.lora import fresh_factors
@@ -321,3 +330,83 @@ def test_what_cannot_be_trained_together_is_refused() -> None:
     shape = replace(read_shape(sighted_folder("qwen3_vl")), vision=None)
     with pytest.raises(ModelError, match="train_vision: the model is of text alone"):
         TrainablePolicy(shape, OptimizerConfig(), Build(1, CPU, 0, 1, train_vision=True))
+
+
+@EACH
+def test_an_image_is_seen_as_transformers_sees_it(kind: str) -> None:
+    """From its file to the logits: decoded, resized, cut into patches, placed; beside its processor."""
+    from PIL import Image
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    folder = sighted_folder(kind)
+    settings = read_image_settings(folder)
+    rng = np.random.default_rng(8)
+    images = [
+        Image.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in ((90, 150), (70, 31))
+    ]
+    tokens, pictures = [1, 2], []
+    for at, image in enumerate(images):
+        seen = decode(png_of(resized(image, settings)))
+        patches = patches_of(seen, settings)
+        grid = grid_of(seen.height, seen.width, settings)
+        pictures.append(Picture(len(tokens), grid, f"{at}", patches))
+        tokens += [IMAGE] * token_count(grid, settings.merge) + [3, 4]
+    sample = SightedSample(np.array(tokens), tuple(pictures))
+    (logits,) = _policy(kind).forward(
+        [sighted_micro([sample], packed=True)], lambda outputs, _: outputs.clone()
+    )
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    values = processor(images, return_tensors="pt")
+    model = sighted_model(kind)
+    model.model.rope_deltas = None
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        expected = model(
+            input_ids=ids,
+            mm_token_type_ids=(ids == IMAGE).int(),
+            pixel_values=values["pixel_values"],
+            image_grid_thw=values["image_grid_thw"],
+            use_cache=False,
+        ).logits[0, :-1]
+    assert float((logits - expected).abs().max()) <= 1e-5
+
+
+@EACH
+def test_a_step_has_the_same_bits_again_and_is_written(tmp_path: Path, kind: str) -> None:
+    """Of the tower, too; what transformers loads of the checkpoint sees what the policy does."""
+    from transformers import AutoModelForImageTextToText
+
+    samples, digests = sighted_samples(kind), []
+    for _ in range(2):
+        policy = _policy(kind, train_vision=True)
+        _run(policy, [sighted_micro(samples, packed=True)])
+        policy.optimizer_step(0.01)
+        digests.append((policy.weights_digest().digest, policy.optimizer_digest().digest))
+    assert digests[0] == digests[1]
+    begun = read_weights(sighted_folder(kind))
+    still = [name for name, tensor in policy.stream_weights() if torch.equal(tensor, begun[name])]
+    assert still == []
+    like, stream = sighted_folder(kind), policy.stream_weights()
+    record = write_checkpoint(tmp_path, "r", "actor", 1, stream, None, like=like, phase=None)
+    assert record.weights_digest == digests[0][0]
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / record.path).eval()
+    (logits,) = _run(policy, [sighted_micro(samples, packed=True)])
+    for own, sample in zip(logits, samples, strict=True):
+        with torch.no_grad():
+            assert float((own - _seen(kind, sample, model)).abs().max()) <= 1e-5
+
+
+@pytest.mark.more_but("qwen3_vl")
+@EACH
+def test_a_training_of_text(recorded: Callable[..., Store], kind: str) -> None:
+    """From a log without images: its steps replay, and the tower is in its checkpoints as it came."""
+    log = recorded()
+    settings = fabric.config(fabric.SFT, model=str(sighted_folder(kind)), steps=2, checkpoint_every=1)
+    fabric.train(log, settings)
+    last = records_of(log, CheckpointWritten)[-1]
+    weights, begun = read_weights(log.path / last.path), read_weights(sighted_folder(kind))
+    assert weights.keys() == begun.keys()
+    still = {name for name in weights if torch.equal(weights[name], begun[name])}
+    # Rows of the embedding that no sample has stay, too, but not all of it.
+    assert still == {name for name in weights if "visual." in name}
+    assert replay_step(log, 1).bit_for_bit
