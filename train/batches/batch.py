@@ -18,6 +18,7 @@ from rollbook.store.events.routed_experts import ExpertIds
 from rollbook.train.algorithms.algorithm import Demand
 from rollbook.train.algorithms.rollouts import Floats, Singles
 from rollbook.train.batches.experience import Experience
+from rollbook.train.batches.images import Images
 from rollbook.train.select.routing import FREE, Mixture, experts_of
 from rollbook.train.select.samples import Sample
 
@@ -49,7 +50,7 @@ class MicroBatch:
     `lengths`, int64 [B], are the samples' token counts where the model is given the micro-batch
     packed, without the padding; None: it is given [B, T]. `experts`, int16 [B, T, layers, topk],
     are the experts that each token is sent to, `FREE` where routers choose; None: they always
-    do.
+    do. `images` are those of all samples; None: there are none.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -69,6 +70,7 @@ class MicroBatch:
     kl_reference: float | None = None
     lengths: npt.NDArray[np.int64] | None = None
     experts: ExpertIds | None = None
+    images: Images | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
