@@ -60,7 +60,6 @@ TASKS = {"one_call": 1, "two_calls": 2}
 GROUPED = {"groups": 16, "group_size": 8}
 SINGLE = {"groups": 128, "group_size": 1}
 PAIRED = {"batch_size": 64}
-LABELLED = {"labels": "preferences", "beta": 1.0}
 WITH_CRITIC: Any = {"keys": SINGLE | {"mini_batches": 2}, "critic": {"lr": 1e-3, "alone_steps": 4}}
 SCORES = "reward-model"
 """Source of the rewards that a reward model gives."""
@@ -76,15 +75,11 @@ COURSES = {
         Course("dapo", "dapo", keys=GROUPED),
         Course("gspo", "gspo", keys=GROUPED),
         Course("cispo", "cispo", keys=GROUPED),
-        Course("gdpo", "gdpo", keys=GROUPED, recipe={"reward_weights.agent": 1.0}),
         Course("reinforce_plus_plus", "reinforce_plus_plus", keys=SINGLE),
         Course("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", keys=GROUPED),
         Course("decoupled_ppo", "decoupled_ppo", keys=GROUPED | {"mini_batches": 2}),
         Course("ppo", "ppo", **WITH_CRITIC),
         Course("dpo", "dpo", 1e-4, PAIRED | {"beta": 1.0}, learns_from="preferences"),
-        Course("simpo", "simpo", 1e-4, PAIRED, learns_from="preferences"),
-        Course("orpo", "orpo", 1e-4, PAIRED, learns_from="preferences"),
-        Course("kto", "kto", 1e-4, PAIRED | LABELLED, learns_from="preferences"),
         Course("grpo_scored", "grpo", keys=GROUPED, recipe={"reward_source": SCORES}, learns_from="scores"),
         Course("ppo_scored", "ppo", **WITH_CRITIC, recipe={"reward_source": SCORES}, learns_from="scores"),
     )

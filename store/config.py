@@ -375,15 +375,11 @@ def toml_lines(values: Json, path: str = "") -> str:
     tables = {key: value for key, value in values.items() if isinstance(value, dict)}
     # A JSON text is a TOML text for every other value that a configuration has.
     lines = [
-        f"# {key}: not set" if value is None else f"{_written(key)} = {json.dumps(value)}"
+        f"# {key}: not set" if value is None else f"{key} = {json.dumps(value)}"
         for key, value in values.items()
         if key not in tables
     ]
     for key, table in tables.items():
-        inner = f"{path}{_written(key)}"
+        inner = f"{path}{key if _BARE_KEY.fullmatch(key) else json.dumps(key)}"
         lines.append(f"\n[{inner}]\n{toml_lines(table, f'{inner}.')}")
     return "\n".join(lines)
-
-
-def _written(key: str) -> str:
-    return key if _BARE_KEY.fullmatch(key) else json.dumps(key)

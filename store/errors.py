@@ -25,7 +25,6 @@
     ├── EngineError              an engine failed, or was given what it cannot serve
     │   └── EngineLostError      an engine went away, or may not be believed: another may answer
     │       └── EngineHeldError  none takes requests now, and nothing was asked of any
-    ├── ImageError               (also ValueError) an image that cannot be shown to a model
     ├── ReplyError               (also ValueError) a reply that no model of this chat template samples
     ├── ModelError               a model directory, tokenizer or checkpoint that cannot be used
     ├── ConfigError              (also ValueError) a CONFIG with an unknown or ill-typed key
@@ -170,10 +169,6 @@ class EngineLostError(EngineError):
 
 class EngineHeldError(EngineLostError):
     """No engine takes requests now; nothing was asked of any."""
-
-
-class ImageError(RollbookError, ValueError):
-    """An image that cannot be decoded, has sides that no model takes, or lies where it cannot be."""
 
 
 class ReplyError(RollbookError, ValueError):

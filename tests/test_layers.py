@@ -36,7 +36,7 @@ ROOMS = {
         *("events", "redaction", "fold", "wal", "sealed", "medium", "log", "catalog", "hosts", "open"),
         *("workers", "sql", "tables", "upkeep", "interchange"),
     ],
-    "engines": ["vision", "weights", "fleet", "startup_check", "sglang", "embedded"],
+    "engines": ["weights", "fleet", "startup_check", "sglang", "embedded"],
     "ingest": [
         *("tokens", "replies", "turns", "trajectories", "admission", "recording", "endpoints"),
         *("cluster", "routes", "upstream", "serve", "datasets"),

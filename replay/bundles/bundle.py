@@ -67,7 +67,6 @@ from rollbook.train.algorithms.registry import recorded_algorithm
 from rollbook.train.batches.manifest_batch import begins, samples_at_cut
 from rollbook.train.checkpoints.export import without_optimizer
 from rollbook.train.config.lora import recorded_lora
-from rollbook.train.step.teachers import teacher_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +389,6 @@ def contents_of_step(
     else:
         named = _versions_named(steps) - {base.policy_version}
         checkpoints = [base, *(_checkpoint(log, history, version) for version in sorted(named))]
-        checkpoints += _checkpoints_of_teachers(log, history, steps)
     plans = [committed.planned for committed in steps]
     refs = (ref for plan in plans for ref in (all_samples(plan) if begins(plan) else plan.samples))
     ids = {ref["trajectory_id"] for ref in refs}
@@ -445,14 +443,6 @@ def _versions_named(steps: Iterable[CommittedStep]) -> set[int]:
     named = {recorded_algorithm(plan.algorithm).reference for plan in plans}
     named |= {recorded_lora(plan.lora).base_version for plan in plans if plan.lora is not None}
     return {version for version in named if version is not None}
-
-
-def _checkpoints_of_teachers(
-    log: Store, history: History, steps: Iterable[CommittedStep]
-) -> list[CheckpointWritten]:
-    """The checkpoints of the teachers that steps learn from, each once."""
-    named = {(what["line"], what["version"]) for step in steps for what in step.planned.teachers or ()}
-    return [teacher_checkpoint(log, history.run, *which) for which in sorted(named)]
 
 
 def _training_events(

@@ -43,7 +43,6 @@ class _Environment(_Keys):
 
 class _Recipe(_Keys):
     reward_source: str
-    reward_weights: dict[str, float] | None = None
     paths: str = "all"
     age_decay: float = 1.0
     stale_tokens: str = "drop"

@@ -44,7 +44,7 @@ from rollbook.train.step.evidence import of_batch, of_tokens
 
 FORWARD = ("logprobs", "losses")
 """The stages of a forward pass."""
-OF_MODELS = {"old": "proximal_logprobs", "values": "values", "teacher": "teacher_logprobs"}
+OF_MODELS = {"old": "proximal_logprobs", "values": "values"}
 """What an algorithm needs of models, and the stage that it is."""
 
 
@@ -146,8 +146,6 @@ def recorded_batch(log: Store, history: History, plan: StepPlanned, values: Mapp
         wanted |= {} if algorithm.reference is None else {"reference": "reference_logprobs"}
         if "batch_score" in algorithm.needs:
             wanted["batch_score"] = "batch_score"
-        if "mismatched_kl" in algorithm.needs:
-            wanted["mismatched_kl"] = "kl_reference_point"
         if missing := sorted(set(wanted.values()) - values.keys()):
             raise ReplayError(
                 f"step {plan.step} recorded no {', '.join(missing)} ([record] vectors of a CONFIG): "
@@ -157,7 +155,6 @@ def recorded_batch(log: Store, history: History, plan: StepPlanned, values: Mapp
             values[wanted["old"]] if "old" in wanted else None,
             values["reference_logprobs"] if "reference" in wanted else None,
             values["values"] if "values" in wanted else None,
-            values["teacher_logprobs"] if "teacher" in wanted else None,
         )
 
     experience = experience_at(plan, samples, scores_of)

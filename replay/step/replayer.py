@@ -59,18 +59,11 @@ from rollbook.train.ranks.kept_digests import trees_of
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.resume.promise import Promise, promise
-from rollbook.train.resume.restore import (
-    RerunStep,
-    answers_at,
-    input_evidence,
-    put_in_place,
-    rerun_steps,
-)
+from rollbook.train.resume.restore import RerunStep, input_evidence, put_in_place, rerun_steps
 from rollbook.train.select.recipe import ModelLimits
 from rollbook.train.step.critic import recorded_critic, restored_critic
 from rollbook.train.step.experiences import Experiences, References
 from rollbook.train.step.stages import STAGES
-from rollbook.train.step.teachers import Teachers
 
 UPDATE = ("optimizer", "weights", "critic_optimizer", "critic_weights")
 """Stages that need the optimizer's state."""
@@ -180,10 +173,9 @@ class Replayer(AbstractContextManager["Replayer"]):
         placed = self._place(plan)
         torch.set_num_threads(int(plan.environment["threads"]))
         algorithm, trees = recorded_algorithm(plan.algorithm), trees_of(plan.input_digests)
-        digests = placed.experiences.input_digests(algorithm, plan.seed, trees, plan.teachers)
+        digests = placed.experiences.input_digests(algorithm, plan.seed, trees)
         samples = samples_at_cut(self.log, plan, self.history.run) if begins(plan) else {}
-        answers = answers_at(self.log, plan, self.history.run)
-        return placed, digests, placed.experiences.batch(plan, samples, answers)
+        return placed, digests, placed.experiences.batch(plan, samples)
 
     def run_part(self, step: CommittedStep, part: Part) -> StepReplay:
         """Run a part of the next step; no later step can follow.
@@ -513,8 +505,7 @@ def policies(
     if plan.critic is not None:
         settings = recorded_critic(plan)
         critic = restored_critic(ranks, shape, settings, held, how, goes_on=goes_on, name=names[1])
-    teachers = Teachers(references.log, references.history.run, ranks, how)
-    return policy, Experiences(policy, references, teachers, critic)
+    return policy, Experiences(policy, references, critic)
 
 
 def _build_like(plan: StepPlanned) -> Build:

@@ -78,32 +78,19 @@ _STEP = Tolerance(
     typical=0.02,
 )
 
-_PASSES = (
-    *("proximal_logprobs", "reference_logprobs", "teacher_logprobs", "values", "logprobs", "scores"),
-    *("batch_score", "kl_reference_point"),
-)
-"""Stages that are what a forward pass gives."""
 TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
     {
         **dict.fromkeys(
             (
-                *("input_weights", "input_optimizer", "reference_weights", "teacher_weights"),
-                *(
-                    "critic_input_weights",
-                    "critic_input_optimizer",
-                    "rng",
-                    "samples",
-                    "routed_experts",
-                    "old_logprobs",
-                    "rewards",
-                ),
+                *("input_weights", "input_optimizer", "reference_weights", "critic_input_weights"),
+                *("critic_input_optimizer", "rng", "samples", "routed_experts", "old_logprobs", "rewards"),
                 "margins",
             ),
             _KEPT,
         ),
         **dict.fromkeys(("advantages", "returns"), _PURE),
         **dict.fromkeys(
-            _PASSES,
+            ("proximal_logprobs", "reference_logprobs", "values", "logprobs", "scores", "batch_score"),
             replace(_FORWARD, of_largest=1e-5, atol=1e-6),
         ),
         "importance_weights": replace(_DERIVED, rtol=2e-4),
@@ -119,7 +106,7 @@ NARROW: Mapping[str, Tolerance] = MappingProxyType(
     {
         **TOLERANCES,
         **dict.fromkeys(
-            _PASSES,
+            ("proximal_logprobs", "reference_logprobs", "values", "logprobs", "scores", "batch_score"),
             replace(_FORWARD, of_largest=5e-3, atol=1e-3),
         ),
         "importance_weights": replace(_DERIVED, rtol=0.1),
@@ -132,14 +119,11 @@ NARROW: Mapping[str, Tolerance] = MappingProxyType(
 )
 """The same where they are bfloat16."""
 
-_WHOLE = ("values", "reference_logprobs", "teacher_logprobs", "proximal_logprobs", "importance_weights")
+_WHOLE = ("values", "reference_logprobs", "proximal_logprobs", "importance_weights")
 """Stages of forward passes that advantages may be made of."""
 _FIELDS = ("optimizer", "critic_optimizer")
 """Stages of several kinds of numbers, told apart by the end of their names; each is compared for itself."""
-_OF_WEIGHTS = (
-    *("input_weights", "reference_weights", "teacher_weights", "critic_input_weights", "weights"),
-    "critic_weights",
-)
+_OF_WEIGHTS = ("input_weights", "reference_weights", "critic_input_weights", "weights", "critic_weights")
 """Stages whose numbers are of the type of the weights; all others are float32 or float64."""
 _WEIGHTS = "main"
 """The kind that is weights: those in float32, beside narrower ones."""

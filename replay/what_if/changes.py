@@ -90,7 +90,7 @@ class Changes:
         for table, keys in overrides.items():
             values[table] = values[table] | keys
         if self.source is not None:
-            values["recipe"] = values["recipe"] | {"reward_source": self.source, "reward_weights": None}
+            values["recipe"] = values["recipe"] | {"reward_source": self.source}
         try:
             merged = _Tables.model_validate_json(json.dumps(values, default=str))
         except ValidationError as error:

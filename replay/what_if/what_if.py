@@ -17,7 +17,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,6 @@ from rollbook.train.batches.batch import Batch, Partition, mini_batches, without
 from rollbook.train.batches.manifest_batch import begins
 from rollbook.train.checkpoints.export import write_model
 from rollbook.train.config.parallel import recorded_parallel
-from rollbook.train.config.recipe import recorded_rewards, sources_in
 from rollbook.train.ranks.policy import Policy
 from rollbook.train.resume.restore import divide_samples, settings_of
 from rollbook.train.select.drops import dropped_members
@@ -70,7 +69,7 @@ class WhatIf:
         reran: steps that were run again to get from there to the first one.
         differs_at: the first of all these steps that is not as recorded when it is run again; None: all
             are.
-        reward_sources: of the recorded steps.
+        reward_source: of the recorded steps.
     """
 
     run: str
@@ -79,7 +78,7 @@ class WhatIf:
     reran: list[int]
     steps: list[StepSides]
     differs_at: int | None
-    reward_sources: tuple[str, ...]
+    reward_source: str
 
     @property
     def proven(self) -> bool:
@@ -156,8 +155,8 @@ def what_if(
             write_model(request.out, other.policy.stream_weights(), start.path)
     differs = next((replay.step for replay in replays if not replay.equal), None)
     reran = [step.planned.step for step in start.between]
-    sources = tuple(sources_in(recorded_rewards(steps[0].planned.recipe)))
-    return WhatIf(history.run, policy, start.record.policy_version, reran, sides, differs, sources)
+    source = str(steps[0].planned.recipe["reward_source"])
+    return WhatIf(history.run, policy, start.record.policy_version, reran, sides, differs, source)
 
 
 def _steps(history: History, request: WhatIfRequest) -> list[CommittedStep]:
@@ -501,22 +500,20 @@ class Written:
     already: int
 
 
-def write_rewards(
-    log: Store, run: str, scorer: Rescoring, reserved: Collection[str], *, replaces: bool
-) -> Written:
+def write_rewards(log: Store, run: str, scorer: Rescoring, reserved: str, *, replaces: bool) -> Written:
     """Append the rewards of a function as events of its source, once: those that are there already stay.
 
     Args:
         run: the one that is asked about, in which the source is opened.
-        reserved: the sources that the run trained on, which a what-if leaves alone.
+        reserved: the source that the run trained on, which a what-if leaves alone.
         replaces: whether a reward of the source with another value is superseded.
 
     Raises:
-        ConfigError: the source is a reserved one, or has rewards with other values that are not to be
+        ConfigError: the source is the reserved one, or has rewards with other values that are not to be
             replaced.
         LaneLockedError: another process writes rewards so.
     """
-    if scorer.source in reserved:
+    if scorer.source == reserved:
         raise ConfigError(
             f"--source {scorer.source!r}: the step was trained on rewards of this source: name another, "
             "which the recipe.reward_source of a training then names"

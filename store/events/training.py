@@ -139,9 +139,6 @@ class StepPlanned(Record, kind="step.planned", about=About(of="policy")):
     `request_id`, `number`, `operation` and `body_digest`. Then the data are what these sent, those of
     `samples` that were not sampled here have no `trajectory_id`, and an empty `environment` is that of the
     run's last opening. It is null where the samples are the log's.
-    `teachers` are the models whose logprobs the step learns from: of each its `name` (null if it has none),
-    the `labels` of the trajectories that it teaches, and the `version` of the `line` of weights that it is.
-    It is null where the algorithm asks for none.
     """
 
     step: int
@@ -168,7 +165,6 @@ class StepPlanned(Record, kind="step.planned", about=About(of="policy")):
     routing_replay: bool = False
     schedule: Json | None = None
     operations: list[Json] | None = None
-    teachers: list[Json] | None = None
 
 
 @dataclass(frozen=True, slots=True)

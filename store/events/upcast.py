@@ -20,7 +20,7 @@ VERSIONS: Mapping[str, int] = {
     "reward.assigned": 2,
     "sample.dropped": 3,
     "step.committed": 2,
-    "step.planned": 10,
+    "step.planned": 9,
     "trajectory.finished": 2,
     "trajectory.opened": 3,
     "turn.completed": 3,
@@ -66,8 +66,6 @@ UPCASTERS: Mapping[tuple[str, int], Callable[[Values], Values]] = {
     ("step.planned", 7): lambda values: values | {"operations": None},
     # From version 9 on its step may digest tensors by blocks. Before, digests were of their bytes.
     ("step.planned", 8): lambda values: values,
-    # Version 10 says which teachers the step learns from. Before, there were none.
-    ("step.planned", 9): lambda values: values | {"teachers": None},
     ("trajectory.finished", 1): _nobody,
     ("trajectory.opened", 1): _nobody,
     # Version 3 says which trajectory was sampled again. Before, none was.

@@ -185,9 +185,6 @@ RECORDED = (
     ViewColumn("flat_groups", "DOUBLE", "share of groups whose rewards are all equal"),
     ViewColumn("entropy", "DOUBLE", "mean entropy of the policy at its trained tokens, in nats"),
     ViewColumn("kl", "DOUBLE", "KL divergence from the reference policy, estimated by k3"),
-    ViewColumn(
-        "teacher_kl", "DOUBLE", "reverse KL divergence of the policy that ratios are taken to, to the teacher"
-    ),
     ViewColumn("old_kl", "DOUBLE", "KL divergence from the policy that ratios are taken to, by k3"),
     ViewColumn("ratio_mean", "DOUBLE", "mean probability ratio of trained tokens"),
     ViewColumn("ratio_min", "DOUBLE", "the least of them"),
@@ -211,10 +208,6 @@ RECORDED = (
     ViewColumn("preference_accuracy", "DOUBLE", "share of pairs whose chosen sample is rated higher"),
     ViewColumn("preference_margin", "DOUBLE", "mean rating of chosen samples less that of rejected ones"),
     ViewColumn("chosen_logratio", "DOUBLE", "mean log-ratio of chosen samples' tokens to the reference"),
-    ViewColumn("label_accuracy", "DOUBLE", "kto: share of samples rated as their label says"),
-    ViewColumn("kl_reference", "DOUBLE", "kto: what log-ratios are held against, in nats"),
-    ViewColumn("desirable_rating", "DOUBLE", "kto: mean implicit reward of desirable samples"),
-    ViewColumn("undesirable_rating", "DOUBLE", "kto: mean implicit reward of the others"),
     ViewColumn("score_mean", "DOUBLE", "mean score that a reward model gives its samples"),
     ViewColumn("score_deviation", "DOUBLE", "mean standard deviation of such scores, of PURM"),
     ViewColumn("value_loss", "DOUBLE", "mean loss of the critic"),
@@ -232,9 +225,6 @@ RECORDED = (
     ViewColumn("memory_gib", "DOUBLE", "the most memory so far, of the GPU or else of the process"),
 )
 """What a step's `step.committed` records in `metrics`, of those that it has."""
-
-OF_SOURCE = "reward."
-"""What further metrics are named: the mean reward of each source, of several that are weighed."""
 
 _NAMED = tuple(
     c for c in columns.STEPS if c.name in ("run", "step", "status", "policy", "policy_version", "algorithm")

@@ -12,15 +12,15 @@ import pytest
 from rollbook.train.algorithms import parts
 from rollbook.train.algorithms.advantages import BASELINES
 from rollbook.train.algorithms.corrections import CORRECTIONS
-from rollbook.train.algorithms.gdpo import Gdpo
-from rollbook.train.algorithms.kto import Kto
 from rollbook.train.algorithms.normalizers import NORMALIZERS
+from rollbook.train.algorithms.orpo import Orpo
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.ppo import Ppo
-from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo, Orpo, Simpo
+from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.algorithms.rollouts import Rollouts
+from rollbook.train.algorithms.simpo import Simpo
 from rollbook.train.algorithms.surrogates import KL_ESTIMATORS, SURROGATES
 from rollbook.train.algorithms.trial import try_out
 from rollbook.train.config.config import parse_config
@@ -45,7 +45,7 @@ def test_each_row_has_the_defaults(page: str) -> None:
         parts = [text.strip("`") for text in (baseline, deviation, surrogate, normalizer)]
         documented |= dict.fromkeys(re.findall(r"`(\w+)`", names), (*parts, low, high))
         assert "arXiv:" in source
-    assert set(documented) == set(ALGORITHMS) - {"sft", "dpo", "simpo", "orpo", "kto", "reward_model"}
+    assert set(documented) == set(ALGORITHMS) - {"sft", "dpo", "simpo", "orpo", "reward_model"}
     for name, kind in ALGORITHMS.items():
         if issubclass(kind, GroupPolicyGradient):
             a = kind.model_validate({"name": name})
@@ -61,14 +61,7 @@ def test_every_part_is_explained(page: str) -> None:
     families = (BASELINES, SURROGATES, CORRECTIONS, KL_ESTIMATORS, NORMALIZERS, PREFERENCE_LOSSES)
     ours = {*(name for family in families for name in family), "unbiased", "biased"}
     assert ours <= named
-    others = {
-        *Ppo.model_fields,
-        *Dpo.model_fields,
-        *RewardModel.model_fields,
-        *Kto.model_fields,
-        *Gdpo.model_fields,
-        *ALGORITHMS,
-    }
+    others = {*Ppo.model_fields, *Dpo.model_fields, *RewardModel.model_fields, *ALGORITHMS}
     special = {"gae", "bradley_terry", "mean_deviation", "age_decay", "calibration_temperature"}
     assert named - ours <= others | special
     assert all(len(row) == 5 and all(row[:2]) for row in rows)
@@ -91,7 +84,6 @@ def test_every_key_that_changes_numbers_is_there(page: str) -> None:
         "ref_update_interval",
         "batch_size",
         "pairs",
-        "labels",
     }
     kinds = {
         "baseline",
@@ -105,7 +97,7 @@ def test_every_key_that_changes_numbers_is_there(page: str) -> None:
     of_parts = {"clip_low": "l and h are the clips", "clip_high": "l and h are the clips"}
     of_parts |= {"overlong_factor": "`overlong_length`", "head": "`mean_deviation`"}
     written_by_trainer = {"reward_moments", "reward_moments_of"}
-    for kind in (Ppo, Gdpo, Dpo, Simpo, Orpo, Kto, RewardModel):
+    for kind in (Ppo, Dpo, Simpo, Orpo, RewardModel):
         for key in {*kind.model_fields} - counts - kinds - written_by_trainer:
             assert key in named | above or of_parts[key] in page, key
 

@@ -17,12 +17,9 @@ from rollbook.cli.app import app
 from rollbook.ingest.datasets.formats import converted
 from rollbook.ingest.fields import AddPreference
 from rollbook.store import Store
-from rollbook.train.algorithms.kto import Kto
 from rollbook.train.algorithms.preferences import Dpo
 from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.config.files import load_config
-
-_NAMES = {Dpo: "dpo", Kto: "kto", RewardModel: "reward_model"}
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +85,20 @@ def test_what_it_imports(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.more
 def test_what_it_rates(page: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reward model of the page is trained on imported pairs, and scores what was imported."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     monkeypatch.chdir(tmp_path)
-    _write_policy(tmp_path / "my-model")
+    tokens = write_model(tmp_path / "my-model")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    size = {"vocab_size": tokens.get_vocab_size(), **small, **heads}
+    Qwen3ForCausalLM(Qwen3Config(**size)).save_pretrained(tmp_path / "my-model")
     row = json.loads(_block(page, "json"))
     for split, numbers in (("teacher", range(8)), ("eval", range(8, 12))):
         rows = [row | {"prompt": f"What is {i} + 2?"} for i in numbers]
         (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(item) for item in rows))
         _invoke(f"{_block(page, 'bash', 1)[9:].strip()} --split {split}")
-    (tmp_path / "reward.toml").write_text(_block(page, "toml", 2).replace("path/to/model", "my-model"))
+    (tmp_path / "reward.toml").write_text(_block(page, "toml", 1).replace("path/to/model", "my-model"))
     commands = _block(page, "bash", 3).splitlines()
     trained, scored, policy = (line.removeprefix("rollbook ") for line in commands)
     _invoke(trained)
@@ -110,35 +113,6 @@ def test_what_it_rates(page: str, root: Path, tmp_path: Path, monkeypatch: pytes
     assert config.recipe.reward_source == "judge"
 
 
-def _write_policy(folder: Path) -> None:
-    """A small model with a tokenizer."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    tokens = write_model(folder)
-    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
-    size = {"vocab_size": tokens.get_vocab_size(), **small, **heads}
-    Qwen3ForCausalLM(Qwen3Config(**size)).save_pretrained(folder)
-
-
-@pytest.mark.more
-def test_what_it_labels(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows with labels are imported, and the page's configuration trains on them."""
-    monkeypatch.chdir(tmp_path)
-    _write_policy(tmp_path / "my-model")
-    rows = [{"prompt": f"What is {i} + 2?", "completion": f"{i}", "label": i % 2 == 0} for i in range(8)]
-    (tmp_path / "liked.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    _invoke("import liked.jsonl --store demo-store --run demo --model my-model")
-    (tmp_path / "kto.toml").write_text(_block(page, "toml", 1).replace("path/to/model", "my-model"))
-    _invoke("train kto.toml --store demo-store --set steps=2 --set algorithm.batch_size=4")
-    query = "SELECT label_accuracy, kl_reference, reward FROM metrics ORDER BY step"
-    first, second = rb.connect("demo-store").execute(query).fetchall()
-    assert first[:2] == (0.0, 0.0)
-    assert second[0] > 0.5
-    assert first[2] + second[2] == 1.0, "half of the labels are good"
-    assert "bit for bit" in _invoke("replay step 1 --store demo-store")
-
-
 def _invoke(command: str) -> str:
     result = CliRunner().invoke(app, shlex.split(command))
     assert result.exit_code == 0, result.output
@@ -147,10 +121,9 @@ def _invoke(command: str) -> str:
 
 def test_the_keys_are_keys(page: str) -> None:
     """And their values are taken."""
-    tables = (("| key |", Dpo), ("| of `kto` |", Kto), ("| of `reward_model` |", RewardModel))
-    for head, kind in tables:
+    for head, kind, name in (("| key |", Dpo, "dpo"), ("| of `reward_model` |", RewardModel, "reward_model")):
         table = page[page.index(head) :].split("\n\n")[0]
         pairs = re.findall(r"`(\w+) = (\S+?)`", table)
-        assert len(pairs) >= 3
+        assert len(pairs) >= 4
         for key, value in pairs:
-            kind.model_validate({"name": _NAMES[kind], key: json.loads(value)})
+            kind.model_validate({"name": name, key: json.loads(value)})

@@ -29,9 +29,7 @@ def test_the_commands_run(
     page: str, root: Path, one_of_everything: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the page's own recipe, on a store with a run of that name."""
-    recipe, several = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "several.toml").write_text(several)
-    assert load_recipe(tmp_path / "several.toml").recipe.reward_sources == ("brief", "correct")
+    [recipe] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     (tmp_path / "best.toml").write_text(recipe)
     assert load_recipe(tmp_path / "best.toml").recipe.top_fraction == 0.5
     shutil.copytree(root / "configs", tmp_path / "configs")

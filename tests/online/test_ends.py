@@ -30,7 +30,7 @@ PARTS = {
     "trainer": b"train",
     "rollouts": b"rollout",
     "sealer": b"seal",
-    "reference": b"rollbook.train.step.apart",
+    "reference": b"rollbook.train.step.reference",
     "keeper": b"keeper.py",
     "agent": b"deaf.py",
     "guard": b"guard.py",

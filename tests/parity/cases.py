@@ -80,14 +80,6 @@ class Case:
         return torch.cat([values.abs() + 0.1, -values[: (len(values) + 1) // 2].abs() / 2])
 
     @property
-    def source_rewards(self) -> torch.Tensor:
-        """Rewards of three sources, [B, 3]; the last two gave some samples none, NaN."""
-        none = torch.full_like(self.rewards, torch.nan)
-        second = torch.where(self.returns[:, 0] > 1, none, self.returns[:, 0])
-        third = torch.where(self.old_values[:, 0] > 0, none, self.old_values[:, 0].round())
-        return torch.stack([self.rewards, second, third], -1)
-
-    @property
     def truncated(self) -> torch.Tensor:
         """Samples that train the last column, bool [B]."""
         return self.mask[:, -1]

@@ -25,24 +25,6 @@ def rpo(case: Case, beta: float = 0.1, weight: float = 1.0) -> torch.Tensor:
     return (losses + weight * _pairs(sums[1])[0] / lengths).mean()
 
 
-def by_source(case: Case, weights: tuple[float, ...]) -> torch.Tensor:
-    """The weighted sum of a trajectory's rewards, each less the mean, and divided by the deviation, of those
-    that the same source gave its group.
-
-    Source: GDPO (arXiv:2601.05242), before the normalization over the batch.
-    """
-    sums = [0.0] * len(case.mask)
-    for group in case.groups.unique():
-        for source, weight in enumerate(weights):
-            rewards = case.source_rewards[:, source].double().tolist()
-            members = [i for i in range(len(sums)) if case.groups[i] == group and rewards[i] == rewards[i]]
-            given = torch.tensor([rewards[i] for i in members], dtype=torch.float64)
-            for i in members if len(members) > 1 else ():
-                sums[i] += weight * (rewards[i] - float(given.mean())) / (float(given.std()) + 1e-6)
-    values = torch.tensor(sums, dtype=torch.float64).to(case.old.dtype)
-    return torch.where(case.mask, values[:, None], 0.0)
-
-
 def sum_to_zero(case: Case, weight: float) -> torch.Tensor:
     """mean log(1 + exp(-(r_chosen - r_rejected))) + weight (mean of all r)^2.
 

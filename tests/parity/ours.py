@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -19,8 +19,6 @@ from rollbook.train.algorithms import reward_models
 from rollbook.train.algorithms.advantages import BASELINES, deviations
 from rollbook.train.algorithms.algorithm import LossInputs, ScoreInputs
 from rollbook.train.algorithms.corrections import CORRECTIONS
-from rollbook.train.algorithms.gdpo import Gdpo
-from rollbook.train.algorithms.kto import Kto
 from rollbook.train.algorithms.normalizers import NORMALIZERS, Totals
 from rollbook.train.algorithms.parts import load_part, named_parts
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
@@ -28,7 +26,7 @@ from rollbook.train.algorithms.preferences import PREFERENCE_LOSSES, Dpo
 from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
 from rollbook.train.algorithms.surrogates import KL_ESTIMATORS, SURROGATES, KlBound, estimate
-from rollbook.train.batches.experience import Scores, age_weights
+from rollbook.train.batches.experience import age_weights
 from rollbook.train.config.config import RecipeConfig
 from rollbook.train.step.predictions import entropies
 
@@ -81,8 +79,8 @@ def weights(case: Case, **keys: Any) -> torch.Tensor:
     return result
 
 
-def estimated(case: Case, reward_weights: tuple[float, ...] = (), **keys: Any) -> Advantages:
-    """What an estimator makes of the case's rewards, each token's own and those of its sources among them."""
+def estimated(case: Case, **keys: Any) -> Advantages:
+    """What an estimator makes of the case's rewards, each token's own among them."""
     lengths = case.mask.sum(-1).numpy()
     return algorithm(**keys).advantages(
         Rollouts(
@@ -96,8 +94,6 @@ def estimated(case: Case, reward_weights: tuple[float, ...] = (), **keys: Any) -
             values=case.old_values[case.mask].numpy(),
             turn_rewards=case.turn_rewards[case.mask].double().numpy(),
             number_turns=lambda: case.turns[case.mask].numpy(),
-            reward_parts=case.source_rewards.double().numpy() if reward_weights else None,
-            reward_weights=np.array(reward_weights) if reward_weights else None,
         )
     )
 
@@ -177,26 +173,6 @@ def pair_loss(case: Case, name: str = "dpo", **keys: Any) -> torch.Tensor:
     return total / max(algo.divisor(Totals(int(mask.sum()), 2 * n)), 1)
 
 
-def label_loss(case: Case, **keys: Any) -> torch.Tensor:
-    """KTO's loss of the batch, as `run_step` makes it; samples of a reward above 1 are desirable. What the
-    policy and the reference say of mismatched completions is `old` and `rollout`."""
-    algo, lengths = recorded_algorithm({"name": "kto", "desirable_above": 1.0} | keys), case.mask.sum(-1)
-    rewards = case.rewards.double().numpy()
-    numbers = np.arange(len(rewards))
-    labels = torch.from_numpy(algo.advantages(Rollouts(rewards, numbers, numbers, lengths.numpy())).values)
-    gaps = torch.where(case.mask, case.old - case.rollout, 0.0).sum(-1).double().numpy()
-    inputs = LossInputs.whole(
-        case.logprobs,
-        case.old,
-        labels.to(case.old.dtype)[:, None].expand(case.mask.shape),
-        case.mask,
-        reference_logprobs=case.reference,
-    )
-    inputs = replace(inputs, kl_reference=Scores(mismatched=gaps).kl_reference)
-    total = algo.add(torch.where(case.mask, algo.loss(inputs), 0.0), case.mask)
-    return total / max(algo.divisor(inputs.totals), 1)
-
-
 def reward_loss(case: Case, *, margin: bool = False, **keys: Any) -> torch.Tensor:
     """A reward model's loss of the batch, as `run_step` makes it. Scores are the samples' first values, and
     of a head with a deviation the last ones its logarithm; margins the absolute values of the first returns.
@@ -243,10 +219,8 @@ def parts() -> list[Part]:
         for name, function in PREFERENCE_LOSSES.items()
     ]
     of_dpo = [Part(key, "", "", str(Dpo.model_fields[key].default)) for key in _DPO_KEYS]
-    of_dpo += [Part(name, "", "", "itself") for name in ("simpo", "orpo", "kto")]
-    of_dpo += [Part(key, "", "", str(Kto.model_fields[key].default)) for key in _KTO_KEYS]
-    of_ppo = [Part("gae", "", "", "`ppo`"), *(Part(n, "", "", "itself") for n in ("decoupled_ppo", "gdpo"))]
-    of_ppo += [Part("batch_normalization", "", "", f"{Gdpo.model_fields['batch_normalization'].default}")]
+    of_dpo += [Part(name, "", "", "itself") for name in ("simpo", "orpo")]
+    of_ppo = [Part("gae", "", "", "`ppo`"), Part("decoupled_ppo", "", "", "itself")]
     of_recipe = [Part("age_decay", "", "", str(RecipeConfig.model_fields["age_decay"].default))]
     of_rewards = [_told(name, function, default) for name, (function, default) in _REWARD_MODELS.items()]
     return [*listed, *keys, *of_ppo, *of_recipe, *of_pairs, *of_dpo, *of_rewards]
@@ -291,7 +265,6 @@ _REWARD_MODELS = {
     "batch_sum_to_zero": (reward_models.sum_to_zero, "0.0"),
     "calibration_temperature": (reward_models.calibration_temperature, "a metric of evaluations"),
 }
-_KTO_KEYS = ("reference_point", "desirable_weight")
 _DPO_KEYS = ("length_normalized", "label_smoothing", "sft_weight")
 
 

@@ -158,16 +158,6 @@ def with_others(members: Grouped, others: GroupPeers | None) -> Grouped:
     )
 
 
-def among(members: Grouped, there: npt.NDArray[np.bool_]) -> Grouped:
-    """Some of the trajectories, each as if it had one sample.
-
-    Args:
-        there: bool [M], which.
-    """
-    rewards = members.rewards[there]
-    return _members(rewards, members.groups[there], np.arange(len(rewards)))
-
-
 def _members(rewards: Floats, groups: Ints, of_sample: Ints) -> Grouped:
     sizes = np.bincount(groups)
     if not sizes.all():  # of some group there is nobody

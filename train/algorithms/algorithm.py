@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from rollbook.store.config import Table
 from rollbook.store.events import Json
@@ -21,28 +21,23 @@ if TYPE_CHECKING:
 Need = Literal[
     "logprobs",
     "rewards",
-    "reward_sources",
     "turn_rewards",
     "groups",
     "pairs",
     "margins",
     "old",
     "reference",
-    "teacher",
     "values",
     "entropy",
     "batch_score",
-    "mismatched_kl",
 ]
-"""What an algorithm may need. Of each sample: logprob and version of each trained token, a reward, what
-each of several sources gave of it, rewards of its turns, a group.
+"""What an algorithm may need. Of each sample: logprob and version of each trained token, a reward, rewards of
+its turns, a group.
 Of samples that they come in `pairs`, the chosen one before the rejected one, in one micro-batch; and by how
 much it was recorded as better (`margins`).
-Of each token: its logprob by the trainer's weights as the batch began (`old`), by the reference policy, and
-by a model that the policy learns from (`teacher`); the critic's value of the state that it was sampled in
-(`values`); the entropy of its distribution.
-Of the batch the mean score that a reward model gives its samples before the step (`batch_score`); and the
-divergence from the reference that completions of other prompts estimate (`mismatched_kl`)."""
+Of each token: its logprob by the trainer's weights as the batch began (`old`) and by the reference policy;
+the critic's value of the state that it was sampled in (`values`); the entropy of its distribution.
+Of the batch the mean score that a reward model gives its samples before the step (`batch_score`)."""
 NEEDS: tuple[str, ...] = get_args(Need)
 """All of them."""
 
@@ -65,8 +60,6 @@ class LossInputs:
         entropy: float32, in nats, of the distribution that the token is one of; carries the gradient; None
             where it is not needed.
         values: float32, of the critic before the rollout batch; None where there is none.
-        kl_reference: the divergence that `mismatched_kl` asks for, in nats, at least 0; None where it is not
-            needed.
     """
 
     logprobs: torch.Tensor
@@ -79,7 +72,6 @@ class LossInputs:
     reference_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     values: torch.Tensor | None = None
-    kl_reference: float | None = None
 
     @staticmethod
     def whole(
@@ -87,7 +79,7 @@ class LossInputs:
         old_logprobs: torch.Tensor,
         advantages: torch.Tensor,
         mask: torch.Tensor,
-        **others: Any,
+        **others: torch.Tensor | None,
     ) -> LossInputs:
         """The inputs of a whole batch as one micro-batch, which the old policy sampled unless
         `behaviour` says otherwise."""

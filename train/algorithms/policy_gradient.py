@@ -49,7 +49,6 @@ from rollbook.train.algorithms.returns import (
     discounted_returns,
     from_last_tokens,
     of_trajectories,
-    teacher_returns,
     turn_returns,
     whitened,
     whole_returns,
@@ -183,11 +182,6 @@ class PolicyGradientKeys(Algorithm):
     reward_kl_order: Literal["after_baseline", "before_baseline"] = "after_baseline"
     """Whether the baseline is of rewards alone, and tokens have their KL penalties beside it, as in OpenRLHF;
     or of rewards less the sum of their trajectory's penalties, as in verl."""
-    teacher_kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the reverse KL divergence to the teacher (`[[teacher]]`) in the advantages: so many times a
-    token's teacher logprob less its old one is added to what its reward makes."""
-    teacher_discount: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Weight of the divergence one trained token later; 0: each token answers for its own alone."""
     whitening: Whitening = "none"
     surrogate: Surrogate = "ppo_clip"
     clip_low: ClipLow = 0.2
@@ -257,8 +251,6 @@ class PolicyGradientKeys(Algorithm):
             )
         if self.reward_clip is not None and self.reward_clip[0] > self.reward_clip[1]:
             raise ValueError(f"reward_clip {list(self.reward_clip)}: write the lower bound first")
-        if self.teacher_discount and not self.teacher_kl:
-            raise ValueError("teacher_discount is of the teacher: set teacher_kl above 0")
         if self.kl_target is not None and not (self.kl or self.reward_kl):
             raise ValueError("kl_target is what kl or reward_kl adapts to: set one of them above 0")
         if self.ref_update_interval is not None and "reference" not in self.needs:
@@ -275,8 +267,6 @@ class PolicyGradientKeys(Algorithm):
 
 
 Bools = npt.NDArray[np.bool_]
-_OF_OTHERS = ("pairs", "margins", "batch_score", "mismatched_kl")
-"""Needs that no policy gradient has."""
 
 
 class GroupPolicyGradient(PolicyGradientKeys):
@@ -292,11 +282,8 @@ class GroupPolicyGradient(PolicyGradientKeys):
         remedies = {
             "old": 'set old = "trainer"' if self.old != "trainer" else "",
             "groups": "set group_size above 1" if self.group_size == 1 else "",
-            "reward_sources": 'only name = "gdpo" takes them apart'
-            if "reward_sources" not in self._own_needs
-            else "",
             "values": 'only name = "ppo" has a critic' if "values" not in self._own_needs else "",
-        } | dict.fromkeys(_OF_OTHERS, "a policy gradient has none")
+        } | dict.fromkeys(("pairs", "margins", "batch_score"), "a policy gradient has none")
         check_declared(self._declared, remedies)
 
     @property
@@ -319,7 +306,6 @@ class GroupPolicyGradient(PolicyGradientKeys):
             "groups": self.group_size > 1,
             "old": self.old == "trainer",
             "reference": self.kl > 0 or self.reward_kl > 0,
-            "teacher": self.teacher_kl > 0,
             "entropy": self.entropy > 0,
         }
         return frozenset(need for need, is_wanted in wanted.items() if is_wanted)
@@ -357,8 +343,7 @@ class GroupPolicyGradient(PolicyGradientKeys):
         if self._kl_first:
             rewards = rewards - of_trajectories(self.reward_kl * self._divergences(rollouts), rollouts)
         scores = self.scores(rewards, rollouts)
-        of_samples = self._at_ends and self.whitening == "none" and not self.teacher_kl
-        if of_samples and "values" not in self.needs:
+        if self._at_ends and self.whitening == "none" and "values" not in self.needs:
             return Advantages(scores)
         return self.of_tokens(self._token_rewards(scores, rollouts), rollouts)
 
@@ -376,19 +361,7 @@ class GroupPolicyGradient(PolicyGradientKeys):
             returns = turn_returns(rewards, rollouts, self.discount)
         else:
             returns = discounted_returns(rewards, rollouts.lengths, self.discount)
-        returns = self.taught(returns, rollouts)
         return Advantages(self.whitened(returns, out=returns), per_token=True)
-
-    def taught(self, advantages: Floats, rollouts: Rollouts) -> Floats:
-        """Advantages of tokens [P] plus what the teacher thinks of them."""
-        if not self.teacher_kl:
-            return advantages
-        old, teacher = rollouts.old_logprobs, rollouts.teacher_logprobs
-        assert old is not None
-        assert teacher is not None
-        return advantages + self.teacher_kl * teacher_returns(
-            old, teacher, rollouts.lengths, self.teacher_discount
-        )
 
     def _shaped(self, rollouts: Rollouts, moments: Moments | None) -> Floats:
         """The reward of each sample's trajectory, lowered if cut off or overlong, then clipped,

@@ -46,7 +46,7 @@ class Ppo(GroupPolicyGradient):
 
     def of_tokens(self, rewards: Floats, rollouts: Rollouts) -> Advantages:
         """Advantages by GAE, whitened; the critic's targets are the advantages before that plus the
-        values, without the teacher's part."""
+        values."""
         assert rollouts.values is not None
         values = rollouts.values.astype(float)
         if self.discount_unit == "turn":
@@ -55,8 +55,7 @@ class Ppo(GroupPolicyGradient):
             advantages = generalized_advantages(
                 rewards, values, rollouts.lengths, self.discount, self.gae_decay
             )
-        own = self.whitened(self.taught(advantages, rollouts))
-        return Advantages(own, per_token=True, returns=advantages + values)
+        return Advantages(self.whitened(advantages), per_token=True, returns=advantages + values)
 
     def value_loss(
         self, values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor

@@ -1,5 +1,4 @@
-"""Losses over pairs of samples, of which one is preferred: direct preference optimization and its kin, with a
-reference and without."""
+"""Losses over pairs of samples, of which one is preferred: direct preference optimization and its kin."""
 
 from __future__ import annotations
 
@@ -180,69 +179,3 @@ PREFERENCE_LOSSES: Mapping[str, Callable[[torch.Tensor, Dpo], torch.Tensor]] = {
     "ipo": identity,
 }
 """Key -> the loss of pairs, [B / 2], of their gaps [B / 2]."""
-
-
-class Simpo(Pairs):
-    """Simple preference optimization (Meng et al. 2024, arXiv:2405.14734), from recorded preferences or from
-    rewards: no reference, and all samples count alike, however long."""
-
-    name: Literal["simpo"]
-    """The algorithm that the other keys of the table belong to."""
-    beta: Annotated[float, Field(gt=0)] = 2.0
-    """What the difference of a pair's mean logprobs is multiplied by."""
-    target_margin: Annotated[float, Field(ge=0)] = 1.0
-    """What that product is to exceed: the paper's gamma, which it takes to be 0.3 to 0.5 of beta."""
-
-    def loss(self, inputs: LossInputs) -> torch.Tensor:
-        """-log sigma(beta gap - gamma) of a pair, in equal shares on the trained tokens of both samples,
-        [B, T - 1]. Source: equation 6."""
-        from torch.nn.functional import logsigmoid
-
-        return shares_of(-logsigmoid(self.beta * mean_gaps(inputs) - self.target_margin), inputs.mask)
-
-    def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
-        """Of each pair: whether the policy prefers the chosen sample, by its mean logprob, and beta times by
-        how much."""
-        gaps = mean_gaps(inputs)
-        return ratings(gaps, self.beta * gaps)
-
-
-def mean_gaps(inputs: LossInputs) -> torch.Tensor:
-    """Mean logprob of the chosen sample less that of the rejected one, of each pair, [B / 2]."""
-    return gaps_of(of_samples(inputs.logprobs, inputs.mask, mean=True))
-
-
-CERTAIN = -1e-7
-"""The greatest mean logprob that odds are taken of: beyond, a probability is 1 in float32."""
-
-
-class Orpo(Pairs):
-    """Odds ratio preference optimization (Hong et al. 2024, arXiv:2403.07691), from recorded preferences or
-    from rewards: no reference, and no supervised training before."""
-
-    name: Literal["orpo"]
-    """The algorithm that the other keys of the table belong to."""
-    odds_weight: Annotated[float, Field(gt=0)] = 0.1
-    """Weight of the preference beside the cross-entropy of the chosen sample: the paper's lambda."""
-
-    def loss(self, inputs: LossInputs) -> torch.Tensor:
-        """The mean cross-entropy of the chosen sample's tokens, plus `odds_weight` times -log sigma of the
-        logarithm of the odds' ratio: of a pair, in equal shares on the trained tokens of both samples,
-        [B, T - 1]. Source: equations 6 and 7."""
-        from torch.nn.functional import logsigmoid
-
-        chosen = of_samples(inputs.logprobs, inputs.mask, mean=True)[0::2]
-        return shares_of(-chosen - self.odds_weight * logsigmoid(odds_gaps(inputs)), inputs.mask)
-
-    def measures(self, inputs: LossInputs) -> dict[str, torch.Tensor]:
-        """Of each pair: whether the policy gives the chosen sample the greater odds, and the logarithm of
-        their ratio."""
-        gaps = odds_gaps(inputs)
-        return ratings(gaps, gaps)
-
-
-def odds_gaps(inputs: LossInputs) -> torch.Tensor:
-    """Logarithm of the ratio of the odds p / (1 - p) of the chosen sample and of the rejected one, of each
-    pair, [B / 2]; p is the geometric mean of the probabilities of a sample's tokens."""
-    means = of_samples(inputs.logprobs, inputs.mask, mean=True).clamp(max=CERTAIN)
-    return gaps_of(means - (-means.expm1()).log())

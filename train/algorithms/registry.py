@@ -16,9 +16,7 @@ from rollbook.store.config import invalid_values
 from rollbook.store.errors import TrainError
 from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import NEEDS, Algorithm
-from rollbook.train.algorithms.distillation import Distillation
-from rollbook.train.algorithms.gdpo import Gdpo
-from rollbook.train.algorithms.kto import Kto
+from rollbook.train.algorithms.orpo import Orpo
 from rollbook.train.algorithms.parts import NAMED, load_part, loaded_part, named_parts
 from rollbook.train.algorithms.policy_gradient import (
     Baseline,
@@ -36,9 +34,10 @@ from rollbook.train.algorithms.policy_gradient import (
     Whitening,
 )
 from rollbook.train.algorithms.ppo import Ppo
-from rollbook.train.algorithms.preferences import Dpo, Orpo, Simpo
+from rollbook.train.algorithms.preferences import Dpo
 from rollbook.train.algorithms.reward_models import RewardModel
 from rollbook.train.algorithms.sft import Sft
+from rollbook.train.algorithms.simpo import Simpo
 
 
 class PolicyGradient(GroupPolicyGradient):
@@ -134,16 +133,13 @@ ALGORITHMS: Mapping[str, type[Algorithm]] = {
     "dapo": Dapo,
     "gspo": Gspo,
     "cispo": Cispo,
-    "gdpo": Gdpo,
     "reinforce_plus_plus": ReinforcePlusPlus,
     "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,
     "decoupled_ppo": DecoupledPpo,
     "ppo": Ppo,
-    "distillation": Distillation,
     "dpo": Dpo,
     "simpo": Simpo,
     "orpo": Orpo,
-    "kto": Kto,
     "reward_model": RewardModel,
 }
 """Name -> algorithm, in the order in which pages show them."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollbook.train.algorithms.advantages import grouped
-from rollbook.train.algorithms.rollouts import Floats, Ints, Rollouts, Singles
+from rollbook.train.algorithms.rollouts import Floats, Ints, Rollouts
 
 Bools = npt.NDArray[np.bool_]
 _T = TypeVar("_T", bound=np.generic)
@@ -35,20 +35,6 @@ def discounted_returns(rewards: Floats, lengths: Ints, discount: float) -> Float
     for column in range(padded.shape[1] - 2, -1, -1):
         padded[:, column] += discount * padded[:, column + 1]
     return padded[places]
-
-
-def teacher_returns(old: Singles, teacher: Singles, lengths: Ints, discount: float) -> Floats:
-    """The discounted sum of log p(teacher) - log p(old) from each token on, [P]: minus k1 of the reverse KL
-    divergence from the policy that sampled the tokens to the teacher. Tokens without a teacher (NaN) add 0.
-
-    Source: on-policy distillation, Lu et al. 2025 (Thinking Machines), where each token counts alone, as here
-    with a discount of 0; one of 1 is the policy gradient of MiniLLM, Gu et al. 2024 (arXiv:2306.08543).
-
-    Args:
-        old, teacher: float32 [P], logprobs of the tokens.
-    """
-    gaps = np.nan_to_num(np.subtract(teacher, old, dtype=np.float64), nan=0.0)
-    return discounted_returns(gaps, lengths, discount) if discount else gaps
 
 
 def whole_returns(values: Floats, lengths: Ints) -> Floats:

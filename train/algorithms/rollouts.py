@@ -42,14 +42,9 @@ class Rollouts:
         turn_rewards: float64 [P], the reward of a turn at its last token, 0 elsewhere; None: all are 0.
         old_logprobs: float32 [P], of the policy that ratios are taken to.
         reference_logprobs: float32 [P], of the reference policy; None where the algorithm needs none.
-        teacher_logprobs: float32 [P], of a teacher, NaN where there is none; None where the algorithm needs
-            none.
         values: float32 [P], the critic's; None where the algorithm needs none.
         number_turns: gives `turns`, which most algorithms do not ask for; None: each sample is one turn.
         others: further members of the samples' groups; None: there are none.
-        reward_parts: float64 [N, S], what each of S sources gave, NaN where one gave nothing, of rewards that
-            are weighted sums of them; None: they are of one source.
-        reward_weights: float64 [S], of these sources.
     """
 
     rewards: Floats
@@ -60,12 +55,9 @@ class Rollouts:
     turn_rewards: Floats | None = None
     old_logprobs: Singles | None = None
     reference_logprobs: Singles | None = None
-    teacher_logprobs: Singles | None = None
     values: Singles | None = None
     number_turns: Callable[[], Ints] | None = None
     others: GroupPeers | None = None
-    reward_parts: Floats | None = None
-    reward_weights: Floats | None = None
 
     @property
     def turns(self) -> Ints | None:

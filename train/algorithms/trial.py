@@ -21,8 +21,6 @@ LENGTHS = (3, 1, 4, 2, 2, 3)
 GROUPS, TRAJECTORIES = np.array([0, 0, 1, 1, 0, 1]), np.array([0, 1, 2, 3, 0, 2])
 REWARDS = np.array([1.0, 0.0, 0.5, 2.0])
 """Of the trajectories."""
-PARTS = np.array([[1.0, 0.0], [0.0, np.nan], [0.5, 0.0], [1.5, 1.0]])
-"""What two sources gave of these."""
 
 
 def try_out(algorithm: Algorithm) -> None:
@@ -60,11 +58,8 @@ def _estimated(algorithm: Algorithm) -> Advantages:
         turn_rewards=np.where(np.arange(count) % 4 == 0, 0.25, 0.0),
         old_logprobs=(tokens - 2).astype(np.float32),
         reference_logprobs=(tokens[::-1] - 2).astype(np.float32),
-        teacher_logprobs=(tokens[::-1] - 2).astype(np.float32),
         values=tokens.astype(np.float32) if "values" in algorithm.needs else None,
         number_turns=lambda: np.arange(count) // 2,
-        reward_parts=PARTS[TRAJECTORIES] if "reward_sources" in algorithm.needs else None,
-        reward_weights=np.array([1.0, 0.5]) if "reward_sources" in algorithm.needs else None,
     )
     what = f"algorithm {algorithm.algorithm_name!r}"
     advantages = check_advantages(what, algorithm.advantages(rollouts), rollouts)
@@ -95,7 +90,6 @@ def _token_loss(algorithm: Algorithm, advantages: Advantages) -> torch.Tensor:
         reference_logprobs=near.flip(-1),
         entropy=-logprobs if "entropy" in algorithm.needs else None,
         values=near if "values" in algorithm.needs else None,
-        kl_reference=0.5 if "mismatched_kl" in algorithm.needs else None,
     )
     what = f"algorithm {algorithm.algorithm_name!r}"
     losses = check_shape(f"{what}: loss", algorithm.loss(inputs), shape)

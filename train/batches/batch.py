@@ -18,7 +18,6 @@ from rollbook.store.events.routed_experts import ExpertIds
 from rollbook.train.algorithms.algorithm import Demand
 from rollbook.train.algorithms.rollouts import Floats, Singles
 from rollbook.train.batches.experience import Experience
-from rollbook.train.batches.images import Images
 from rollbook.train.select.routing import FREE, Mixture, experts_of
 from rollbook.train.select.samples import Sample
 
@@ -46,11 +45,10 @@ class MicroBatch:
     `reference_logprobs` and `weights` are None where the algorithm needs none; ratios are then
     taken to the engine's logprobs. `old_values` and `returns` are for the critic. `margins` and
     `rewards` are per sample, [B], and `batch_score` is of the whole batch: for reward models.
-    `kl_reference` is of the whole rollout batch, too.
     `lengths`, int64 [B], are the samples' token counts where the model is given the micro-batch
     packed, without the padding; None: it is given [B, T]. `experts`, int16 [B, T, layers, topk],
     are the experts that each token is sent to, `FREE` where routers choose; None: they always
-    do. `images` are those of all samples; None: there are none.
+    do.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -67,10 +65,8 @@ class MicroBatch:
     margins: Singles | None = None
     rewards: Singles | None = None
     batch_score: float | None = None
-    kl_reference: float | None = None
     lengths: npt.NDArray[np.int64] | None = None
     experts: ExpertIds | None = None
-    images: Images | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,7 +248,6 @@ def _collate(experience: Experience, part: list[int], packed: bool, mixture: Mix
         margins=experience.margins[part].astype(np.float32),
         rewards=experience.rewards[part].astype(np.float32),
         batch_score=experience.scores.batch_score,
-        kl_reference=experience.scores.kl_reference,
     )
 
 

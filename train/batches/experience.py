@@ -8,7 +8,7 @@ first of a path, which nothing precedes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -22,7 +22,6 @@ from rollbook.store.events import Json
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.parts import check_advantages, check_shape
 from rollbook.train.algorithms.rollouts import Advantages, Floats, GroupPeers, Ints, Rollouts, Singles
-from rollbook.train.select.recipe import parts_of
 from rollbook.train.select.sample_ref import numbered
 from rollbook.train.select.samples import Sample
 
@@ -35,28 +34,19 @@ class Scores:
     """The values that models give each trained token, float32 [P]; None where the algorithm does
     not ask.
 
-    `batch_score` is the mean score of the samples by a reward model, before the step. `mismatched`, float64
-    [N], is by how much likelier the policy finds the completion of another sample after each one's prompt
-    than the reference does: the sum of log-ratios, in nats.
+    `batch_score` is the mean score of the samples by a reward model, before the step.
     """
 
     old_logprobs: Singles | None = None
     reference_logprobs: Singles | None = None
     values: Singles | None = None
-    teacher_logprobs: Singles | None = None
     batch_score: float | None = None
-    mismatched: Floats | None = None
-
-    @property
-    def kl_reference(self) -> float | None:
-        """The divergence from the reference that these estimate: their mean, or 0 where that is less."""
-        return None if self.mismatched is None else max(float(self.mismatched.mean()), 0.0)
 
     def cut(self, at: Ints | Bools) -> Scores:
         """The scores of some tokens."""
-        all_of = (self.old_logprobs, self.reference_logprobs, self.values, self.teacher_logprobs)
-        old, reference, own, teacher = (None if values is None else values[at] for values in all_of)
-        return Scores(old, reference, own, teacher, self.batch_score, self.mismatched)
+        all_of = (self.old_logprobs, self.reference_logprobs, self.values)
+        old, reference, own = (None if values is None else values[at] for values in all_of)
+        return Scores(old, reference, own, self.batch_score)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +55,6 @@ class Experience:
 
     Attributes:
         rewards: float64 [N].
-        reward_parts: float64 [N, S], as of `Rollouts`; None where rewards are of one source.
-        sources: the names of these.
         advantages: of samples or of tokens.
         scores: of models.
         weights: float64 [P], of the correction; None without one.
@@ -83,8 +71,6 @@ class Experience:
     masks: tuple[Bools, ...]
     ends: Ints
     left_out: Ints
-    reward_parts: Floats | None = None
-    sources: tuple[str, ...] = ()
 
     def part(self, positions: Sequence[int]) -> Experience:
         """The experience of some of its samples, in this order."""
@@ -107,8 +93,6 @@ class Experience:
             masks=tuple(self.masks[i] for i in positions),
             ends=np.cumsum([0, *(len(piece) for piece in pieces)]),
             left_out=self.left_out[np.asarray(positions, np.int64)],
-            reward_parts=None if self.reward_parts is None else self.reward_parts[list(positions)],
-            sources=self.sources,
         )
 
     @property
@@ -125,7 +109,7 @@ class Experience:
         """Digests of the stages that come before the loss; each holds what the others do not."""
         advantages = self.advantages
         digests = {
-            "rewards": digest_arrays({"rewards": self.rewards} | self._parts_by_source()),
+            "rewards": digest_arrays({"rewards": self.rewards}),
             "advantages": digest_arrays(
                 self._by_sample(advantages.values)
                 if advantages.per_token
@@ -137,12 +121,9 @@ class Experience:
             digests["margins"] = digest_arrays({"margins": self.margins})
         if self.scores.batch_score is not None:
             digests["batch_score"] = digest_arrays({"batch_score": np.array([self.scores.batch_score])})
-        if self.scores.mismatched is not None:
-            digests["kl_reference_point"] = digest_arrays({"mismatched": self.scores.mismatched})
         optional = {
             "proximal_logprobs": self.scores.old_logprobs,
             "reference_logprobs": self.scores.reference_logprobs,
-            "teacher_logprobs": self.scores.teacher_logprobs,
             "values": self.scores.values,
             "returns": advantages.returns,
             "importance_weights": self.weights,
@@ -152,12 +133,6 @@ class Experience:
             for stage, values in optional.items()
             if values is not None
         }
-
-    def _parts_by_source(self) -> dict[str, npt.NDArray[np.generic]]:
-        if self.reward_parts is None:
-            return {}
-        columns = self.reward_parts.T
-        return {f"of {s}": np.ascontiguousarray(c) for s, c in zip(self.sources, columns, strict=True)}
 
     def _by_sample(self, values: npt.NDArray[np.floating]) -> dict[str, npt.NDArray[np.floating]]:
         return {f"{i}": np.ascontiguousarray(self.of(values, i)) for i in range(len(self.samples))}
@@ -210,7 +185,6 @@ def experience_of(
     masks: tuple[Bools, ...] | None = None,
     token_weights: Floats | None = None,
     others: GroupPeers | None = None,
-    reward_weights: Mapping[str, float] | None = None,
 ) -> Experience:
     """The experience of a rollout batch. Pure.
 
@@ -219,7 +193,6 @@ def experience_of(
         masks: the trained tokens of each sample; absent: all that have loss.
         token_weights: float64 [P], of the recipe; they multiply the correction's.
         others: further members of the samples' groups, which they are compared with.
-        reward_weights: source -> weight, of rewards that are weighted sums; None: they are of one source.
 
     Raises:
         TrainError: a part of the algorithm gives another shape than is asked of it.
@@ -238,7 +211,7 @@ def experience_of(
         check_shape(f"{named}: weights", weights, rollout.shape)
     if token_weights is not None:
         weights = token_weights if weights is None else weights * token_weights
-    rollouts = _rollouts(samples, masks, lengths, rewards, old, scores, others, reward_weights or {})
+    rollouts = _rollouts(samples, masks, lengths, rewards, old, scores, others)
     experience = Experience(
         samples=tuple(samples),
         rewards=rewards,
@@ -248,8 +221,6 @@ def experience_of(
         masks=masks,
         ends=np.concatenate([[0], np.cumsum(lengths)]),
         left_out=np.zeros(len(lengths), np.int64),
-        reward_parts=rollouts.reward_parts,
-        sources=tuple(reward_weights or ()),
     )
     return experience if weights is None or algorithm.counts_rejected else _without_rejected(experience)
 
@@ -262,7 +233,6 @@ def _rollouts(
     old: Singles,
     scores: Scores,
     others: GroupPeers | None,
-    reward_weights: Mapping[str, float],
 ) -> Rollouts:
     """The input of the algorithm's advantages.
 
@@ -270,7 +240,6 @@ def _rollouts(
         lengths: int64 [N], trained tokens of each; rewards: float64 [N]; old: float32 [P], logprobs of the
             policy that ratios are taken to.
     """
-    parts = parts_of([sample.reward_parts for sample in samples])
     return Rollouts(
         rewards=rewards,
         groups=numbered([s.trajectory_id if s.group is None else f"{s.run}/{s.group}" for s in samples]),
@@ -280,12 +249,9 @@ def _rollouts(
         turn_rewards=_turn_rewards(samples, masks),
         old_logprobs=old,
         reference_logprobs=scores.reference_logprobs,
-        teacher_logprobs=scores.teacher_logprobs,
         values=scores.values,
         number_turns=partial(_turns, samples, masks),
         others=others,
-        reward_parts=parts,
-        reward_weights=None if parts is None else np.array([*reward_weights.values()], np.float64),
     )
 
 
@@ -312,8 +278,6 @@ def _without_rejected(experience: Experience) -> Experience:
         masks=tuple(masks),
         ends=np.concatenate([[0], np.cumsum(left)]),
         left_out=np.diff(experience.ends) - left,
-        reward_parts=experience.reward_parts,
-        sources=experience.sources,
     )
 
 

@@ -26,7 +26,6 @@ from rollbook.train.batches.experience import (
     experience_of,
     trained_masks,
 )
-from rollbook.train.config.recipe import recorded_rewards, sources_in
 from rollbook.train.select.drops import peers_of
 from rollbook.train.select.samples import Sample, of_another_run, samples_of
 
@@ -43,7 +42,7 @@ def samples_at_cut(log: Store, plan: StepPlanned, run: str) -> dict[str, Sample]
     """
     named = all_samples(plan) if begins(plan) else plan.samples
     wanted = {ref["trajectory_id"] for ref in named}
-    source, paths = recorded_rewards(plan.recipe), plan.recipe.get("paths", "all")
+    source, paths = plan.recipe["reward_source"], plan.recipe.get("paths", "all")
     trajectories = log.trajectories(parse_cut(plan.cut), wanted)
     own = None if plan.recipe.get("other_policies") is None else plan.policy
     materialized = (s for t in trajectories.values() for s in samples_of(t, source, paths, policy=own))
@@ -99,36 +98,12 @@ def experience_at(
     scores = scores_of(ordered, masks)
     aged = age_weights(ordered, masks, plan.policy_version, float(plan.recipe.get("age_decay", 1.0)))
     others = peers_of(ordered, plan.others)
-    algorithm, weights = recorded_algorithm(plan.algorithm), sources_in(recorded_rewards(plan.recipe))
-    return experience_of(ordered, algorithm, scores, masks, aged, others, weights)
+    return experience_of(ordered, recorded_algorithm(plan.algorithm), scores, masks, aged, others)
 
 
 def begins(plan: StepPlanned) -> bool:
     """Whether the step needs the samples of its whole rollout batch."""
     return plan.rollout_batch is None or "samples" in plan.rollout_batch
-
-
-ANSWERS = "teacher_answers"
-"""Stage of the vectors in which the logprobs are that engines gave as teachers, of a whole rollout batch."""
-
-
-def recorded_answers(log: Store, run: str, plan: StepPlanned) -> Singles:
-    """The logprobs that a step recorded of the tokens of its rollout batch, float32 [P], since an engine gave
-    some of them.
-
-    Raises:
-        ReplayError: they were not recorded, or cannot be read.
-    """
-    for event in log.events_of([StepVectors.KIND], start=parse_cut(plan.cut)):  # they came later
-        record = event.record
-        assert isinstance(record, StepVectors)
-        named = (event.run, record.policy, record.step, record.attempt, record.stage)
-        if named == (run, plan.policy, plan.step, plan.attempt, ANSWERS):
-            return recorded_values(record)
-    raise ReplayError(
-        f"step {plan.step}: the log does not hold what the engine of its teacher answered, and it cannot be "
-        "asked again: replay it in the store that it was recorded in"
-    )
 
 
 def recorded_values(vectors: StepVectors) -> Singles:

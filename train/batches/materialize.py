@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -156,8 +155,6 @@ class Materializer:
             preferred=ref.preferred,
             misrouted=ref.misrouted,
             stranger=ref.stranger,
-            reward_parts=ref.reward_parts,
-            labels=orjson.loads(ref.labels),
         )
 
 

@@ -2,6 +2,8 @@
 in which an unknown or ill-typed key is an error.
 
 The tables of a CONFIG that watch a training: evaluation on held-out data, and early stopping.
+
+`[sync]` of a CONFIG: the engines that are given weights, and how.
 """
 
 from __future__ import annotations
@@ -12,21 +14,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, model_validator
 
+from rollbook.engines.address import EngineAddress
 from rollbook.store.config import Count, Positive, Table, invalid_values
 from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.redaction import shown
-from rollbook.store.sql.training_views import OF_SOURCE, RECORDED
+from rollbook.store.sql.training_views import RECORDED
 from rollbook.store.upkeep.checkpoints import Keep, keep_of
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import ALGORITHMS, AnyAlgorithm
 from rollbook.train.config.lora import LoraConfig
 from rollbook.train.config.parallel import ParallelConfig
 from rollbook.train.config.recipe import Name, RecipeConfig
-from rollbook.train.config.sync import SyncConfig
-from rollbook.train.config.teacher import TeacherConfig, check_teachers
 
 HELD_OUT = "evaluation."
 """What the name of a metric of evaluations begins with, where a step has one of the same name."""
@@ -58,8 +59,8 @@ class StopRule(Table):
     Each `[[stop]]` is one rule, with exactly one of `above`, `below` and `better`."""
 
     metric: str
-    """A metric of steps (a column of the view `metrics`, or `reward.SOURCE`), or of evaluations:
-    `evaluation.loss`, `evaluation.reward`, `evaluation.preference_accuracy` and others."""
+    """A metric of steps (a column of the view `metrics`), or of evaluations: `evaluation.loss`,
+    `evaluation.reward`, `evaluation.preference_accuracy` and others."""
     above: float | None = None
     """The rule holds when the metric was above this `patience` times in a row."""
     below: float | None = None
@@ -117,6 +118,59 @@ def check_stop_metrics(rules: Collection[StopRule], known: Collection[str], *, e
         )
 
 
+Address = Annotated[EngineAddress, PlainValidator(EngineAddress.of), PlainSerializer(str)]
+
+
+class SyncConfig(Table):
+    """Which engines get new weights, how often, and how running requests are treated."""
+
+    engines: Annotated[tuple[Address, ...], Field(min_length=1)]
+    """Control URLs: SGLang servers, or a proxy's own engine, such as http://127.0.0.1:8000/engine."""
+    key_env: Annotated[str, Field(min_length=1)] = "ROLLBOOK_ENGINE_KEY"
+    """Environment variable with the key sent to the engines: SGLang's API key, or an operator key of a
+    proxy."""
+    transport: Literal["auto", "disk", "tensor", "distributed"] = "auto"
+    """How weights are sent: from a directory that engines see too, from this host's memory, or by
+    broadcast."""
+    sync_every: Positive = 1
+    """Optimizer steps between syncs."""
+    overlap: bool = False
+    """Go on while weights travel: the next samples are gathered, scored and trained on meanwhile. It takes a
+    copy of the weights in the host's memory, unless they travel by disk."""
+    partial_rollout: bool = False
+    """Update weights while requests run; they continue with the new version. Otherwise requests finish
+    first."""
+    pause: Literal["retract", "in_place", "abort"] = "retract"
+    """How running requests continue with partial_rollout: their KV cache is recomputed, or kept, or they are
+    aborted and resumed. Keeping it needs SGLang started with --disable-overlap-schedule."""
+    drain_s: Annotated[float, Field(ge=0)] = 600.0
+    """Longest wait for running requests to end, without partial_rollout; after it they are retracted."""
+    bucket_mb: Positive = 512
+    """Size of a bucket of tensors; two buckets are in flight at a time."""
+    address: str = "127.0.0.1"
+    """Address of this host, as engines reach it, for broadcasts."""
+    timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest wait for a reply of an engine, or for a collective operation."""
+    wait_s: Annotated[float, Field(ge=0)] = 600.0
+    """Longest wait for an engine to become reachable, if none is."""
+
+    def key(self, environment: Mapping[str, str]) -> str | None:
+        """The key sent to engines. It comes from the environment because a configuration is
+        recorded.
+
+        Raises:
+            ConfigError: the variable is set but empty, or is not the default one and is not set.
+        """
+        key = environment.get(self.key_env)
+        default = SyncConfig.model_fields["key_env"].default
+        if (key is None and self.key_env != default) or (key is not None and not key.strip()):
+            state = "not set" if key is None else "set and empty"
+            raise ConfigError(
+                f"sync.key_env names {self.key_env}, which is {state}: give it the engines' key"
+            )
+        return key
+
+
 class CheckpointConfig(Table):
     """How checkpoints are written, and which are kept. `checkpoint_every` says how often; none of these keys
     changes a bit of what is trained, or of what is read back."""
@@ -142,14 +196,7 @@ class CheckpointConfig(Table):
 
 
 Vector = Literal[
-    "logprobs",
-    "losses",
-    "entropies",
-    "proximal_logprobs",
-    "reference_logprobs",
-    "teacher_logprobs",
-    "values",
-    "value_losses",
+    "logprobs", "losses", "entropies", "proximal_logprobs", "reference_logprobs", "values", "value_losses"
 ]
 
 
@@ -312,8 +359,6 @@ class TrainConfig(Table):
     """How checkpoints are written."""
     record: RecordConfig = RecordConfig()
     """What steps record beside the digests of their stages."""
-    teacher: tuple[TeacherConfig, ...] = ()
-    """The models that the policy learns from, where the algorithm asks for a teacher."""
     sync: SyncConfig | None = None
     """Engines that get new weights; absent: none."""
     evaluation: EvaluationConfig | None = None
@@ -324,7 +369,6 @@ class TrainConfig(Table):
     @model_validator(mode="after")
     def _recipe_fits(self) -> TrainConfig:
         check_recipe(self.recipe, self.algorithm)
-        check_teachers(self.teacher, self.algorithm)
         return self
 
     @model_validator(mode="after")
@@ -357,8 +401,7 @@ class TrainConfig(Table):
                 "batch (algorithm.epochs times algorithm.mini_batches)"
             )
         if self.algorithm.algorithm_name in ALGORITHMS:  # one of the user's own may measure what it likes
-            weighed = self.recipe.reward_sources if self.recipe.reward_weights else ()
-            known = {column.name for column in RECORDED} | {f"{OF_SOURCE}{name}" for name in weighed}
+            known = {column.name for column in RECORDED}
             check_stop_metrics(self.stop, known, evaluates=self.evaluation is not None)
         return self
 
@@ -459,7 +502,6 @@ TABLES: Mapping[str, Mapping[str, type[Table]]] = {
     "parallel": {"": ParallelConfig},
     "checkpoint": {"": CheckpointConfig},
     "record": {"": RecordConfig},
-    "teacher": {"": TeacherConfig},
     "sync": {"": SyncConfig},
     "evaluation": {"": EvaluationConfig},
     "stop": {"": StopRule},
@@ -516,32 +558,12 @@ def check_recipe(recipe: RecipeConfig, algorithm: Algorithm) -> None:
             f'recipe.order = "recorded" is about samples that are gone over again and again, and {name} uses '
             "each once: leave it out, and see admission.order"
         )
-    if "reward_sources" in needs:
-        _check_sources(recipe, name)
     if recipe.min_group is not None and not algorithm.cycles:
         _check_min_group(recipe.min_group, algorithm)
     if recipe.group_statistics == "all" and ("groups" not in needs or "pairs" in needs):
         raise ValueError(
             f'recipe.group_statistics = "all" is about the baselines of groups, and {name} has none here: '
             "leave it out, or compare groups (algorithm.group_size)"
-        )
-
-
-def _check_sources(recipe: RecipeConfig, name: str) -> None:
-    """Check that several sources' rewards are there to be taken apart.
-
-    Raises:
-        ValueError: they are not.
-    """
-    if recipe.reward_weights is None:
-        raise ValueError(
-            f"{name} normalizes the rewards of each source by themselves: name the sources by "
-            "recipe.reward_weights, as in { correct = 1.0, brief = 0.5 }"
-        )
-    if recipe.group_statistics == "all":
-        raise ValueError(
-            f'recipe.group_statistics = "all": of members that the recipe drops, a step keeps the whole '
-            f"reward alone, and {name} compares those of each source: leave it out"
         )
 
 

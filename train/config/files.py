@@ -99,7 +99,7 @@ def as_toml(config: TrainConfig) -> str:
     values = config.as_json()
     plain = {key: value for key, value in values.items() if key not in TABLES}
     tables = [
-        f"\n{header(key)}\n{toml_lines(table, f'{key}.')}"
+        f"\n{header(key)}\n{toml_lines(table)}"
         for key in TABLES
         if values.get(key) is not None
         for table in (values[key] if key in LISTS else [values[key]])

@@ -24,8 +24,6 @@ FREE = frozenset(
 )
 """Keys that may change between restarts of the same training."""
 
-_FREE_OF_TEACHERS = frozenset({"apart", "key_env"})
-
 _FORM_1_OPTIMIZER = (
     *("lr", "min_lr", "warmup_steps", "decay", "decay_steps", "wsd_decay_steps", "betas", "eps"),
     *("weight_decay", "clip_grad"),
@@ -56,10 +54,7 @@ def family_names(config: TrainConfig, source: str) -> list[str]:
 
 
 def _deciding(values: Json) -> Json:
-    deciding = {key: value for key, value in values.items() if key not in FREE}
-    if teachers := deciding.get("teacher"):
-        deciding["teacher"] = [{k: v for k, v in t.items() if k not in _FREE_OF_TEACHERS} for t in teachers]
-    return deciding
+    return {key: value for key, value in values.items() if key not in FREE}
 
 
 def _known(values: Json, form: Mapping[str, Sequence[str]]) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
-from operator import add
 from typing import Annotated, Literal, get_args
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rollbook.store.config import Count, Positive, Table
 from rollbook.store.events import SPLITS, Json
@@ -19,9 +16,6 @@ Split = Literal["train", "teacher"]
 Status = Literal["completed", "truncated", "aborted", "failed"]
 Paths = Literal["all", "last", "longest"]
 STATUSES: tuple[Status, ...] = get_args(Status)
-Weight = Annotated[float, Field(allow_inf_nan=False)]
-RewardsOf = str | Mapping[str, float]
-"""Whose rewards count: those of one source, or of several, each with its weight, in the order of names."""
 
 assert {"train", "teacher", "eval"} == set(SPLITS)
 
@@ -36,9 +30,6 @@ class RecipeConfig(Table):
     run say nothing of this one's, so its tokens are never stale."""
     reward_source: str = "agent"
     """The reward source to train on: the `source` of `reward.assigned`."""
-    reward_weights: Annotated[dict[str, Weight], Field(min_length=1)] | None = None
-    """Reward sources to train on together, each with its weight, in the place of `reward_source`: the reward
-    of a trajectory, or of a turn, is the weighted sum of those that it has. `gdpo` asks for them."""
     max_staleness: Count | None = None
     """Drop samples whose oldest token is more than this many versions old; absent: never. Versions are those
     of the policy in training."""
@@ -96,27 +87,6 @@ class RecipeConfig(Table):
     preference_sources: tuple[str, ...] = ()
     """Only preferences of these sources; empty: of all."""
 
-    @model_validator(mode="after")
-    def _of_one_or_several(self) -> RecipeConfig:
-        if self.reward_weights is not None and self.reward_source != "agent":
-            raise ValueError(
-                f"reward_weights name the sources to train on, and so does reward_source "
-                f"{self.reward_source!r}: leave one of the two out"
-            )
-        return self
-
-    @property
-    def rewards_of(self) -> RewardsOf:
-        """Whose rewards count."""
-        return (
-            self.reward_source if self.reward_weights is None else dict(sorted(self.reward_weights.items()))
-        )
-
-    @property
-    def reward_sources(self) -> tuple[str, ...]:
-        """The sources whose rewards count."""
-        return tuple(sources_in(self.rewards_of))
-
     def takes_preference(self, source: str) -> bool:
         """Whether preferences of a source count."""
         return not self.preference_sources or source in self.preference_sources
@@ -147,24 +117,6 @@ class RecipeConfig(Table):
     def runs(self, own: str) -> tuple[str, ...]:
         """The runs whose trajectories are trained on."""
         return self.source_runs or (own,)
-
-
-def sources_in(rewards: RewardsOf) -> dict[str, float]:
-    """Source -> weight, of those that count."""
-    return {rewards: 1.0} if isinstance(rewards, str) else dict(rewards)
-
-
-def recorded_rewards(recipe: Json) -> RewardsOf:
-    """Whose rewards count by a recipe in a record."""
-    weights = recipe.get("reward_weights")
-    # A record may have its keys in another order than the CONFIG had: sums are taken in the order of names.
-    return str(recipe["reward_source"]) if weights is None else dict(sorted(weights.items()))
-
-
-def weighted(parts: Sequence[float | None], weights: Iterable[float]) -> float | None:
-    """The sum of weight times reward of the sources that gave one, in their order; None where none did."""
-    given = [weight * part for part, weight in zip(parts, weights, strict=True) if part is not None]
-    return reduce(add, given) if given else None
 
 
 def recorded_recipe(recorded: Json) -> RecipeConfig:

@@ -29,13 +29,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import crc32c
-import orjson
 
 from rollbook import store
 from rollbook.store import Store
@@ -51,7 +50,7 @@ from rollbook.store.secret import SECRETS, store_secret
 from rollbook.store.sql.columns import EVALUATIONS, ViewColumn
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
-from rollbook.store.sql.training_views import METRICS, OF_SOURCE, RECORDED
+from rollbook.store.sql.training_views import METRICS, RECORDED
 from rollbook.train.config.config import OF_AGENTS, TrainConfig
 from rollbook.train.loop.watcher import TrainingStart, Watcher
 
@@ -97,9 +96,7 @@ def read_points(log: Store, cut: Cut, run: str, policy: str) -> list[Point]:
         params = {"run": run, "policy": policy}
         points = [*_rows(connection, _EVALUATED, HELD_OUT, (*OF_EVALUATIONS, WHOLE), params)]
         points = [point for point in points if point.version not in gone]
-        sources = _of_sources(connection, params)
-        for point in _rows(connection, _STEPS, STEPS, OF_STEPS, params):
-            points.append(replace(point, values={**point.values, **sources.get(point.step, {})}))
+        points += _rows(connection, _STEPS, STEPS, OF_STEPS, params)
     return sorted(points, key=lambda point: (point.step, point.kind != HELD_OUT, point.version))
 
 
@@ -109,17 +106,6 @@ def _rows(
     named = ", ".join(f"v.{column}" for column in columns)
     for step, version, at, *values in connection.read(query.format(columns=named), params).fetchall():
         yield Point(kind, step, version, at, _named(kind, dict(zip(columns, values, strict=True))))
-
-
-def _of_sources(connection: Connection, params: Mapping[str, str]) -> dict[int, dict[str, float]]:
-    """Step -> the mean rewards of its sources, by the names of their curves."""
-    rows = connection.read(_SOURCES, params).fetchall()
-    return {step: _named(STEPS, named_sources(orjson.loads(metrics))) for step, metrics in rows}
-
-
-def named_sources(metrics: Json) -> Json:
-    """The mean rewards of sources among a step's metrics."""
-    return {name: value for name, value in metrics.items() if name.startswith(OF_SOURCE)}
 
 
 def _named(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
@@ -136,10 +122,6 @@ _STEPS = """
     SELECT v.step, v.policy_version, epoch(s.committed), {columns}
     FROM metrics v JOIN steps s USING (run, policy, step, status)
     WHERE v.run = $run AND v.policy = $policy AND v.status = 'committed'"""
-_SOURCES = f"""
-    SELECT step, CAST(metrics AS VARCHAR) FROM steps
-    WHERE run = $run AND policy = $policy AND status = 'committed'
-      AND contains(CAST(metrics AS VARCHAR), '"{OF_SOURCE}')"""
 _NEXT = """coalesce((SELECT max(step) + 1 FROM steps WHERE run = $run AND policy = $policy
                      AND status IN ('committed', 'abandoned')), 0)"""
 _EVALUATED = f"""
@@ -181,7 +163,6 @@ class Following:
         seconds = now - self._planned
         metrics = record.metrics
         values: dict[str, Any] = {column.name: metrics.get(column.name) for column in RECORDED}
-        values |= named_sources(metrics)
         values |= {"policy_version": plan.policy_version, "learning_rate": plan.learning_rate}
         values |= {
             "seconds": seconds,

@@ -31,7 +31,7 @@ def model_and_memory(config: TrainConfig, longest: int, memory: int) -> list[Che
             check_merges(shape, config.lora)
     except ModelError as error:
         return [Check("model", "red", str(error), "lora.targets")]
-    summary = f"{shape.architecture}, {parameters(shape):,} parameters"
+    summary = f"{shape.family}, {parameters(shape):,} parameters"
     return [Check("model", "green", summary), _memory(config, shape, longest, memory)]
 
 

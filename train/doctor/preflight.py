@@ -12,13 +12,11 @@ of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import log, pi, sqrt
 from statistics import NormalDist
 from typing import Any, get_args
-
-import numpy as np
 
 from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
@@ -30,7 +28,7 @@ from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.trial import try_out
 from rollbook.train.batches.units import Applied, apply_recipe
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.config.recipe import Split, sources_in, weighted
+from rollbook.train.config.recipe import Split
 from rollbook.train.doctor.check import Check, Fault, Verdict, check_of, limits_of
 from rollbook.train.doctor.memory import model_and_memory
 from rollbook.train.doctor.reward_function import (
@@ -409,8 +407,7 @@ def read_recorded(log: Store, cut: Cut, config: TrainConfig) -> Recorded:
         def rows(query: str, **values: Any) -> list[tuple[Any, ...]]:
             return connection.read(query, values).fetchall()
 
-        weights = sources_in(recipe.rewards_of)
-        reward_rows = rows(_REWARDS, runs=runs, splits=list(recipe.splits), sources=list(weights))
+        reward_rows = rows(_REWARDS, runs=runs, splits=list(recipe.splits), source=recipe.reward_source)
         sources = rows(_SOURCES, runs=runs)
         [(held,)] = rows(_HELD_OUT, runs=held_out)
         gaps = rows(_GAP, run=config.run, policy=config.policy)
@@ -423,7 +420,7 @@ def read_recorded(log: Store, cut: Cut, config: TrainConfig) -> Recorded:
         applied=apply_recipe(
             log, cut, config.run, config.policy, recipe, config.algorithm, limits=limits_of(config)
         ),
-        rewards=_statistics(reward_rows, weights),
+        rewards=statistics_of([reward for _, reward in reward_rows], [group for group, _ in reward_rows]),
         sources=Counter(dict(sources)),
         held_out=held,
         gap=gaps[0][0] if gaps else None,
@@ -436,26 +433,16 @@ def read_recorded(log: Store, cut: Cut, config: TrainConfig) -> Recorded:
     )
 
 
-def _statistics(rows: Sequence[tuple[Any, ...]], weights: Mapping[str, float]) -> RewardStatistics:
-    """Of the rewards of trajectories, each of (trajectory, group, source, reward): of several sources their
-    weighted sums."""
-    given: dict[tuple[str, str | None], dict[str, float]] = {}
-    for trajectory_id, group, source, reward in rows:
-        given.setdefault((trajectory_id, group), {})[source] = reward
-    sums = [weighted([parts.get(s) for s in weights], weights.values()) for parts in given.values()]
-    return statistics_of(np.array(sums, np.float64), [group for _, group in given])
-
-
 MOST = 0.5
 """Share of recorded tokens with experts from which on routing is replayed for most of them: of each turn the
 last one has none."""
 
 _REWARDS = """
-    SELECT trajectory_id, t.run || '/' || t."group", r.source, arg_max(r.reward, (r.lane, r.seq))
+    SELECT t.run || '/' || t."group", arg_max(r.reward, (r.lane, r.seq))
     FROM rewards r JOIN trajectories t USING (trajectory_id)
     WHERE list_contains($runs, t.run) AND list_contains($splits, t.split) AND t.finished IS NOT NULL
-      AND r.turn_id IS NULL AND NOT r.superseded AND list_contains($sources, r.source)
-    GROUP BY trajectory_id, t.run, t."group", r.source"""
+      AND r.turn_id IS NULL AND NOT r.superseded AND r.source = $source
+    GROUP BY trajectory_id, t.run, t."group" """
 _SOURCES = """
     SELECT source, count(*) FROM rewards
     WHERE list_contains($runs, run) AND turn_id IS NULL AND NOT superseded GROUP BY ALL"""
@@ -502,21 +489,19 @@ def rewards(config: TrainConfig, recorded: Recorded, source: str) -> list[Check]
     """Whether there are rewards, and whether they differ: over all, and within groups."""
     if "rewards" not in config.algorithm.needs:
         return []
-    sources, statistics = config.recipe.reward_sources, recorded.rewards
-    wanted = " and ".join(map(repr, sources))
-    lever = "recipe.reward_source" if config.recipe.reward_weights is None else "recipe.reward_weights"
+    wanted, statistics = config.recipe.reward_source, recorded.rewards
     there = ", ".join(f"{name} {count}" for name, count in recorded.sources.most_common()) or "none"
     if not statistics.count:
-        summary = f"none from source {wanted} (there are: {there})"
+        summary = f"none from source {wanted!r} (there are: {there})"
         none_yet = source == "tail" and not recorded.sources
-        return [Check("rewards", "yellow" if none_yet else "red", summary, lever)]
+        return [Check("rewards", "yellow" if none_yet else "red", summary, "recipe.reward_source")]
     faults = []
     if statistics.not_finite:
         text = f"{statistics.not_finite} of them not finite, whose samples are dropped"
         faults.append(Fault("yellow" if statistics.finite else "red", text, "the reward"))
     by_turn = isinstance(config.algorithm, GroupPolicyGradient) and config.algorithm.turn_rewards
     faults += [] if by_turn else equality(statistics, "the reward; tasks of another difficulty")
-    checks = [check_of("rewards", f"from source {wanted}: {statistics.in_words()}", faults)]
+    checks = [check_of("rewards", f"from source {wanted!r}: {statistics.in_words()}", faults)]
     if "groups" in config.algorithm.needs and statistics.groups and not by_turn:
         summary = f"{statistics.flat} of {statistics.groups} groups have one reward throughout"
         lever = "tasks of another difficulty; algorithm.group_size"

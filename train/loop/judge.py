@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 import torch
 
@@ -29,7 +28,7 @@ from rollbook.store.patience import Patience, waits
 from rollbook.store.sql.query import connect_at
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.normalizers import Totals
-from rollbook.train.algorithms.rollouts import Floats, Singles
+from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.batches.batch import MicroBatch, build_batch
 from rollbook.train.batches.experience import Scores, experience_of, trained_masks
 from rollbook.train.config.config import HELD_OUT, OF_AGENTS, StopRule, TrainConfig
@@ -37,7 +36,7 @@ from rollbook.train.loop.trainer import StepOutcome, Trainer
 from rollbook.train.loop.watcher import Watcher
 from rollbook.train.select.samples import Sample
 from rollbook.train.sources.held_out import HeldOutReward, HeldOutSamples, held_out_rewards
-from rollbook.train.step.experiences import mismatched_gaps, score
+from rollbook.train.step.experiences import score
 from rollbook.train.step.predictions import Predictions, score_loss
 from rollbook.train.step.step import loss_inputs
 from rollbook.train.stopping import Stopping
@@ -280,7 +279,7 @@ class Evaluation:
         if self._config.algorithm.head_width:
             return {}  # no trajectory is sampled by a reward model
         config = self._config
-        args = (config.run, config.policy, config.recipe.rewards_of, self._first)
+        args = (config.run, config.policy, config.recipe.reward_source, self._first)
         return held_out_rewards(self._log, parse_cut(cut), *args)
 
     def _scored(self, held_out: HeldOutSamples) -> tuple[Json, int]:
@@ -288,12 +287,11 @@ class Evaluation:
         behind them."""
         algorithm = self._config.algorithm
         read, losses, tokens, count = _LossOfHeldOut(algorithm), list[_HeldOutLoss](), 0, 0
-        mismatched = self._mismatched(held_out)
         references = [] if self._references is None else self._references
         for at, samples in enumerate(held_out.micro_batches()):
             if self._references is None:
                 references.append(self._reference(samples))
-            scores = Scores(reference_logprobs=references[at], mismatched=mismatched)
+            scores = Scores(reference_logprobs=references[at])
             batch = build_batch(
                 experience_of(samples, algorithm, scores), _whole(samples), packed=self._config.packed
             )
@@ -306,7 +304,7 @@ class Evaluation:
             name: torch.cat([part.measured[name] for part in losses]).double().numpy()
             for name in losses[0].measured
         }
-        means = {name: float(of_each.mean()) for name, of_each in values.items() if len(of_each)}
+        means = {name: float(of_each.mean()) for name, of_each in values.items()}
         return _finite({"loss": loss} | means | algorithm.fitted(values)), tokens
 
     def _reference(self, samples: list[Sample]) -> Singles | None:
@@ -319,24 +317,6 @@ class Evaluation:
             policy, algorithm, samples, masks, _whole(samples), references, packed=self._config.packed
         )
         return pending().reference_logprobs
-
-    def _mismatched(self, held_out: HeldOutSamples) -> Floats | None:
-        """What estimates the divergence from the reference, of all held-out samples together."""
-        if "mismatched_kl" not in self._config.algorithm.needs:
-            return None
-        batches = list(held_out.micro_batches())
-        samples = [sample for batch in batches for sample in batch]
-        ends = [0, *accumulate(map(len, batches))]
-        parts = [[list(range(start, end)) for start, end in pairwise(ends)]]
-        return mismatched_gaps(
-            self._trainer.policy,
-            self._config.algorithm,
-            samples,
-            trained_masks(samples),
-            parts,
-            self._trainer.references,
-            packed=self._config.packed,
-        )()
 
 
 @dataclass(frozen=True, slots=True)

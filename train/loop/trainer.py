@@ -9,7 +9,6 @@ weights to.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,22 +18,13 @@ from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut, parse_cut
 from rollbook.store.digest import digest_json
 from rollbook.store.errors import AllRejectedError, NotFiniteError
-from rollbook.store.events import (
-    Json,
-    Record,
-    SampleDropped,
-    StepCommitted,
-    StepFailed,
-    StepPlanned,
-    StepVectors,
-)
+from rollbook.store.events import Json, Record, SampleDropped, StepCommitted, StepFailed, StepPlanned
 from rollbook.store.fold.history import History, all_samples
 from rollbook.store.log.writer import LaneWriter
 from rollbook.train.batches.batch import Partition, mini_batches
-from rollbook.train.batches.manifest_batch import ANSWERS, begins, oldest_of, samples_at_cut
+from rollbook.train.batches.manifest_batch import oldest_of, samples_at_cut
 from rollbook.train.clock import Clock, Spent, clock, timed
 from rollbook.train.config.config import CriticConfig, TrainConfig
-from rollbook.train.publish.adopt_teachers import adopted_teachers, teacher_engines
 from rollbook.train.publish.publish import Publisher, TrainedVersion
 from rollbook.train.ranks.kept_digests import Trees
 from rollbook.train.ranks.policy import Policy
@@ -52,10 +42,8 @@ from rollbook.train.select.drops import dropped_members
 from rollbook.train.select.recipe import Drop, mark_decided
 from rollbook.train.select.samples import Sample
 from rollbook.train.sources.selection import Selection
-from rollbook.train.step.evidence import packed_values
 from rollbook.train.step.reference import steps_since
 from rollbook.train.step.step import run_step, step_seed
-from rollbook.train.step.teachers import asks_engines
 
 LOOK_S = 2.0
 """Seconds between checks of engines while the trainer waits for samples."""
@@ -94,23 +82,16 @@ class Trainer:
         self._publisher = Publisher(config, log, writer, history, stopped)
         if not history.checkpoints:
             self._publisher.adopt_model()
-        model = log.folder(history.checkpoints[0].path)
-        engines = teacher_engines(config, model, os.environ)
-        earlier = history.of_family(family)[-1:]
-        learned_from = earlier[0].planned.teachers or () if earlier else ()
-        self._taught_by = adopted_teachers(config, log, model, engines, learned_from, self._publisher.write)
         self._turns = DeviceTurns(self._publisher, shares=config.mode == "colocate")
         self._turns.take(history.version)
-        state = restored(config, log, history, self._phase, ranks, engines, warn)
+        state = restored(config, log, history, self._phase, ranks, warn)
         self.policy, self.critic, self._experiences = state.policy, state.critic, state.experiences
         self._like, self._lora = folder_to_copy(log, history, state.base), state.lora
-        self.references, self._teachers = state.references, state.teachers
+        self.references = state.references
         """Weights of its earlier versions."""
         self._publisher.checkpoints.lora = state.lora
         self._publisher.checkpoints.check(self.policy)
-        self._teachers.put(self._taught_by or ())
-        own = [policy for policy in (self.policy, self.critic) if policy is not None]
-        self._turns.policies = [*own, *self._teachers.policies]
+        self._turns.policies = [policy for policy in (self.policy, self.critic) if policy is not None]
         self.version = history.version
         self.step = history.next_step
         self.done = len(history.of_family(family))
@@ -162,7 +143,7 @@ class Trainer:
             oldest = oldest_of(config.recipe.model_dump(mode="json"), self.version)
             parts = self._divide(samples)
             how = {"packed": config.packed, "routing_replay": config.routing_replay}
-            self._experiences.score_ahead(self._algorithm, samples, parts, oldest, self._taught_by, **how)
+            self._experiences.score_ahead(self._algorithm, samples, parts, oldest, **how)
         self._spent.scored(begun)
 
     def begin(self, selection: Selection) -> None:
@@ -213,7 +194,6 @@ class Trainer:
         try:
             with timed("data"):
                 batch = self._experiences.batch(plan, {s.leaf_turn_id: s for s in in_hand.samples})
-            self._note_answers(plan)
             result = run_step(self.policy, settings_of(plan), batch, critic=self.critic)
         except BaseException as error:
             self.write(StepFailed(plan.step, plan.attempt, plan.policy, repr(error)))
@@ -246,12 +226,6 @@ class Trainer:
         self._taken = in_hand.committed
         self._end_batch()
         return outcome
-
-    def _note_answers(self, plan: StepPlanned) -> None:
-        """Record what engines answered as teachers of the rollout batch that a step begins."""
-        answers = self._experiences.answers
-        if begins(plan) and asks_engines(plan.teachers) and answers is not None:
-            self.write(StepVectors(plan.step, plan.attempt, plan.policy, ANSWERS, packed_values(answers)))
 
     def _end_batch(self) -> None:
         """Let go of the rollout batch once its last step was taken."""
@@ -290,7 +264,7 @@ class Trainer:
             learning_rate=self.policy.learning_rate(self.done),
             seed=seed,
             input_digests=self._experiences.input_digests(
-                self._algorithm, seed, Trees(weights=self._publisher.checkpoints.trees), self._taught_by
+                self._algorithm, seed, Trees(weights=self._publisher.checkpoints.trees)
             ),
             environment=self.environment,
             rollout_batch=in_hand.described(self._divide),
@@ -300,7 +274,6 @@ class Trainer:
             lora=None if self._lora is None else self._lora.described,
             routing_replay=config.routing_replay,
             schedule=schedule_of(config, self.done, in_hand.slice),
-            teachers=self._taught_by,
         )
 
     def _divide(self, samples: Sequence[Sample]) -> Partition:
@@ -416,9 +389,8 @@ class Trainer:
             self._looked = time.monotonic()
 
     def close(self) -> None:
-        """Close connections, and end the processes of the reference and of teachers."""
+        """Close connections, and end the process of the reference."""
         self.references.close()
-        self._teachers.close()
         self._publisher.close()
 
 

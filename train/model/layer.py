@@ -13,8 +13,6 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -66,8 +64,6 @@ def complete(module: Any, shape: ModelShape, layout: RankLayout) -> None:
     """Add to a rank's GPTModel what Megatron has no setting for."""
     if shape.two_rotations:
         module.add_module("rotary_pos_emb", Rotations(shape))
-    if shape.vision is not None:
-        module.add_module("rotary_pos_emb", PlacedRotation(shape))
     if shape.yarn is not None:
         frequencies = yarn_frequencies(shape.yarn, shape.rope_theta, shape.head_dim)
         module.rotary_pos_emb.inv_freq.copy_(frequencies)
@@ -114,35 +110,6 @@ class Rotations(RotaryEmbedding):
         return torch.cat(both, 1)
 
 
-class PlacedRotation(RotaryEmbedding):
-    """The rotation angles of queries and keys by places along three axes; of text alone, which has one place
-    on all of them, by its positions.
-
-    Attributes:
-        placed: angles [T, B, 1, head_dim] of the tokens of the current pass; None: they are of text alone.
-    """
-
-    def __init__(self, shape: ModelShape) -> None:
-        assert shape.vision is not None
-        super().__init__(shape.head_dim, 1.0, rotary_base=shape.rope_theta, use_cpu_initialization=True)
-        self._axes = list(shape.vision.axes)
-        self.placed: torch.Tensor | None = None
-
-    def angles(self, places: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
-        """Angles [T, B, 1, head_dim] of tokens at places [3, T, B]: each frequency turns with the place along
-        its axis."""
-        along = torch.from_numpy(places[self._axes].transpose(1, 2, 0)).to(device).float()
-        turned = along * self.inv_freq.to(device)
-        return torch.cat([turned, turned], -1)[:, :, None]
-
-    def forward(self, *length: Any, **how: Any) -> torch.Tensor:
-        """Angles [T, B, 1, head_dim], or [T, 1, 1, head_dim] of positions."""
-        if self.placed is not None:
-            return self.placed
-        by_position: torch.Tensor = super().forward(*length, **how)
-        return by_position
-
-
 class RotatedAttention(SelfAttention):
     """Megatron's attention, with the angles for its kind of layer, and of packed samples for each token."""
 
@@ -151,16 +118,14 @@ class RotatedAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The output of attention [T, B, hidden], and no bias."""
         angles, packed = kwargs["rotary_pos_emb"], kwargs.get("packed_seq_params")
-        if self.config.window_size is not None and angles.shape[1] > 1:  # of `Rotations`
+        if angles.shape[1] > 1:  # of `Rotations`
             windowed = int(
                 is_layer_window_attention(
                     self.config.window_size, self.config.window_attn_skip_freq, self.layer_number
                 )
             )
             angles = angles[:, windowed : windowed + 1]
-        if packed is not None:
-            angles = angles[:, 0] if packed.placed else angles[packed.positions, 0]
-        kwargs["rotary_pos_emb"] = angles
+        kwargs["rotary_pos_emb"] = angles if packed is None else angles[packed.positions, 0]
         output: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
             hidden_states, attention_mask, **kwargs
         )

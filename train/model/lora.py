@@ -139,19 +139,13 @@ def factors(shape: ModelShape, lora: LoraConfig) -> tuple[Weight, ...]:
 
 def _of_matrix(shape: ModelShape, rank: int, layer: int, target: Target) -> Iterator[Weight]:
     matrix, (rows, columns) = _MATRICES[target], size_of(shape, target)
-    inner = f"decoder.layers.{layer}.{matrix.linear}"
-    outer = f"{_prefix(shape)}layers.{layer}.{matrix.huggingface}"
+    inner, outer = f"decoder.layers.{layer}.{matrix.linear}", f"model.layers.{layer}.{matrix.huggingface}"
     kinds: tuple[Kind, Kind] = ("row", "replicated") if matrix.row else ("replicated", "column")
     if target == LM_HEAD:
         inner, outer, kinds = matrix.linear, matrix.huggingface, ("replicated", "vocab")
     for x, kind, dims in zip("AB", kinds, ((rank, columns), (rows, rank)), strict=True):
         name = f"{PREFIX}{outer}.lora_{x}.weight"
         yield Weight(f"{inner}.adapter.{target}.{x}", (name,), kind, (dims,), layer)
-
-
-def _prefix(shape: ModelShape) -> str:
-    """What the layers' names begin with in memory, which PEFT goes by; in files it may be another."""
-    return "model." if shape.vision is None else "model.language_model."
 
 
 def fresh_factors(shape: ModelShape, lora: LoraConfig, seed: int) -> Tensors:
@@ -200,25 +194,19 @@ def merged(
         ModelError: at once; the output has factors, and its weights are those of the embedding.
     """
     check_merges(shape, lora)
-    return _merged(weights, adapter, shape, lora.scale)
+    return _merged(weights, adapter, lora.scale)
 
 
 def _merged(
-    weights: Iterable[tuple[str, torch.Tensor]],
-    adapter: Mapping[str, torch.Tensor],
-    shape: ModelShape,
-    scale: float,
+    weights: Iterable[tuple[str, torch.Tensor]], adapter: Mapping[str, torch.Tensor], scale: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    layers = f"{shape.prefix}layers."
     for name, weight in weights:
-        matrix = name.removesuffix(".weight")
-        if name.startswith(layers):
-            matrix = f"{_prefix(shape)}layers.{matrix.removeprefix(layers)}"
-        a = adapter.get(f"{PREFIX}{matrix}.lora_A.weight")
+        a = adapter.get(f"{PREFIX}{name.removesuffix('.weight')}.lora_A.weight")
         if a is None:
             yield name, weight
         else:
-            yield name, merged_weight(weight, a, adapter[f"{PREFIX}{matrix}.lora_B.weight"], scale)
+            b = adapter[f"{PREFIX}{name.removesuffix('.weight')}.lora_B.weight"]
+            yield name, merged_weight(weight, a, b, scale)
 
 
 def merged_weight(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

@@ -16,8 +16,6 @@ from rollbook.train.config.lora import LoraConfig
 from rollbook.train.model.lora import factors
 from rollbook.train.model.reshard import RankLayout, holds, part_of, tied_output
 from rollbook.train.model.shape import ModelShape
-from rollbook.train.model.tower import TOWER
-from rollbook.train.model.vision import QWEN2_5_VL, Vision
 from rollbook.train.model.weight_names import Weight, plan, weight_shapes
 
 LOGIT_BYTES = 16
@@ -62,11 +60,10 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class Pass:
     """The size of a forward pass: its tokens, and the length they are padded to; None: they are
-    packed. `patches` are those of its images."""
+    packed."""
 
     tokens: int
     padded_to: int | None = None
-    patches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,6 @@ class Workload:
         sharing: data-parallel copies that share the optimizer's state; 1: each has its own.
         lora: the low-rank factors that are trained in place of the policy's weights. A critic is
             trained whole.
-        train_vision: as of `Build`.
     """
 
     dtype: torch.dtype = torch.float32
@@ -88,7 +84,6 @@ class Workload:
     reference: bool = False
     sharing: int = 1
     lora: LoraConfig | None = None
-    train_vision: bool = False
 
 
 def parameters(shape: ModelShape) -> int:
@@ -124,9 +119,8 @@ def _stepped(trained: Sequence[Weight], shape: ModelShape, layout: RankLayout, s
 def memory_of(shape: ModelShape, layout: RankLayout, forward_pass: Pass, workload: Workload) -> Memory:
     """The memory that a rank's part of a training takes."""
     count, width = parameters_of(shape, layout), workload.dtype.itemsize
-    whole = [w for w in plan(shape) if workload.train_vision or not w.megatron.startswith(f"{TOWER}.")]
-    trained: list[Sequence[Weight]] = [whole if workload.lora is None else factors(shape, workload.lora)]
-    trained += [whole] * workload.critic
+    trained = [plan(shape) if workload.lora is None else factors(shape, workload.lora)]
+    trained += [plan(shape)] * workload.critic
     gradients = sum(sum(_held(weights, shape, layout)) for weights in trained)
     beside = 0 if workload.lora is None else sum(_held(trained[0], shape, layout))
     mains = 0 if workload.dtype == torch.float32 else FLOAT32
@@ -147,25 +141,9 @@ def _activation_bytes(shape: ModelShape, layout: RankLayout, forward_pass: Pass,
     """Bytes that a forward pass keeps for its backward pass, beside the logits."""
     layers, width = layout.stages[layout.stage], workload.dtype.itemsize
     of_layer = forward_pass.tokens * _numbers(shape, layout, forward_pass, workload.dtype) * width
-    of_tower = 0
-    if workload.train_vision and shape.vision is not None and layout.first:
-        of_tower = forward_pass.patches * _tower_numbers(shape.vision, workload.dtype) * width
     if not workload.recompute:
-        return layers * of_layer + of_tower
-    # A tower runs again when all layers are done.
-    kept = layers * forward_pass.tokens * shape.hidden // _sharing_tokens(layout) * width + of_layer
-    return max(kept, of_tower)
-
-
-def _tower_numbers(vision: Vision, dtype: torch.dtype) -> int:
-    """How many numbers of the type a tower keeps per patch."""
-    hidden, scores = vision.hidden, FLOAT32 // dtype.itemsize * vision.heads
-    if vision.kind == QWEN2_5_VL:
-        of_layer = (13 if dtype == torch.float32 else 15) * hidden + 4 * vision.ffn + scores
-    else:
-        of_layer = 11 * hidden + 2 * vision.ffn + scores
-    of_mergers = 5 * hidden + 3 * hidden * len(vision.deep)
-    return vision.columns + vision.layers * of_layer + of_mergers
+        return layers * of_layer
+    return layers * forward_pass.tokens * shape.hidden // _sharing_tokens(layout) * width + of_layer
 
 
 def _sharing_tokens(layout: RankLayout) -> int:

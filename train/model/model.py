@@ -21,7 +21,6 @@ from rollbook.train.model.packed import OutputPlaces
 from rollbook.train.model.reshard import RankLayout, check_layout, equal_stages
 from rollbook.train.model.score_head import ScoreHead
 from rollbook.train.model.shape import ModelShape
-from rollbook.train.model.tower import TOWER, build_tower
 
 # Before CUDA is first used: these change bits on a GPU, so a replayable run sets them from step 0.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -55,7 +54,6 @@ class Build:
             are.
         trains: whether it is trained; else it has neither gradients nor an optimizer.
         flash: whether attention of packed samples is that of `varlen`.
-        train_vision: whether the tower of a model that sees images is trained, too.
     """
 
     steps: int
@@ -69,7 +67,6 @@ class Build:
     lora: LoraConfig | None = None
     trains: bool = True
     flash: bool = False
-    train_vision: bool = False
 
     @property
     def type(self) -> torch.dtype:
@@ -170,15 +167,12 @@ def build(
     Args:
         weights: that it takes over, under Megatron's names, where they are in memory; None: it has its own.
     """
-    _check_vision(shape, how)
     set_deterministic(how.threads)
     start_ranks(how.device, how.seed)
     layout = layout_here(shape, sequence=how.sequence)
     module = build_module(shape, layout, how.type, recompute=how.recompute, empty=weights is not None)
     if weights is not None:
         _take_over(module, weights)
-    if shape.vision is not None and layout.first:
-        module.get_submodule(TOWER).requires_grad_(how.train_vision)
     adapters: Sequence[Any] = ()
     if how.lora is not None:
         from rollbook.train.model.adapter import adapt
@@ -190,18 +184,6 @@ def build(
     parts = _wrap(module, layout, optimizer, how)
     parts.adapters = adapters
     return parts
-
-
-def _check_vision(shape: ModelShape, how: Build) -> None:
-    if not how.train_vision:
-        return
-    if shape.vision is None:
-        raise ModelError("train_vision: the model is of text alone, and has no tower to train: leave it out")
-    if how.lora is not None:
-        raise ModelError(
-            "train_vision with low-rank factors: these are in the language half, and all else stays; "
-            "leave out one of them"
-        )
 
 
 def _take_over(module: Any, weights: Mapping[str, torch.Tensor]) -> None:
@@ -257,9 +239,6 @@ def build_module(
     complete(module, shape, layout)
     if shape.scores and layout.last:
         module.output_layer = ScoreHead(shape.hidden, shape.scores)
-    if shape.vision is not None and layout.first:
-        tower = build_tower(shape.vision, shape.hidden, sequence=layout.sequence, empty=empty)
-        module.add_module(TOWER, tower)
     for parameter in module.parameters():  # norms are float32 whatever the config says
         parameter.data = parameter.data.to(dtype)
     return module
@@ -401,8 +380,8 @@ LAYERS = "decoder.layers."
 class MuonBesideAdam:
     """Two optimizers as one: they share their state, and their parameter groups are concatenated.
 
-    Muon takes the matrices of hidden layers; embeddings, the output layer or score head, norms,
-    biases and a tower stay with Adam (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982). Its step
+    Muon takes the matrices of hidden layers; embeddings, the output layer or score head, norms
+    and biases stay with Adam (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982). Its step
     is scaled to the root mean square of Adam's (section 2.2 there), so both have one learning
     rate and one weight decay. Matrices that Megatron holds as one, such as those of queries,
     keys and values, are orthogonalized as one.

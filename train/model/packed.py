@@ -53,13 +53,10 @@ def pack(micro: MicroBatch, device: torch.device, multiple: int = 1, *, flash: b
     places = (row, columns, np.flatnonzero(next_trained[real]), rows)
     placed = [torch.from_numpy(array).to(device, non_blocking=True) for array in places]
     tokens, positions, before, at = placed
-    params = documents(ends, positions, flash=flash, placed=micro.images is not None)
-    return Pack(tokens[None], positions[None], params, before, at)
+    return Pack(tokens[None], positions[None], documents(ends, positions, flash=flash), before, at)
 
 
-def documents(
-    ends: npt.NDArray[np.int64], positions: torch.Tensor, *, flash: bool = False, placed: bool = False
-) -> Any:
+def documents(ends: npt.NDArray[np.int64], positions: torch.Tensor, *, flash: bool = False) -> Any:
     """The documents in a pack, as Megatron's `PackedSeqParams`.
 
     Megatron is not told where they end, and gets the angles of each token from `layer.RotatedAttention`: it
@@ -69,7 +66,6 @@ def documents(
         ends: of the documents; the first one is 0.
         positions: int64 [P] of the tokens, each in its document.
         flash: as of `pack`.
-        placed: layers get the angles of each token, not those of positions.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -79,10 +75,10 @@ def documents(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    params.ends, params.positions, params.flash, params.placed = ends.tolist(), positions, None, placed
+    params.ends, params.positions, params.flash = ends.tolist(), positions, None
     if flash:
-        there = torch.from_numpy(ends.astype(np.int32)).to(positions.device, non_blocking=True)
-        params.flash = Documents(there, longest)
+        placed = torch.from_numpy(ends.astype(np.int32)).to(positions.device, non_blocking=True)
+        params.flash = Documents(placed, longest)
     return params
 
 

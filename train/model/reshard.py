@@ -128,11 +128,6 @@ def check_layout(shape: ModelShape, layout: RankLayout) -> None:
             f"{shape.layers} layers cannot be {list(layout.stages)} per pipeline stage: "
             "choose a number of stages that divides them"
         )
-    if layout.stages[0] < shape.deep_features:
-        raise ModelError(
-            f"{layout.stages[0]} layers in the first pipeline stage, which sees the images: their features "
-            f"go to the first {shape.deep_features} layers; choose fewer stages"
-        )
     split = {"key-value heads": shape.kv_heads, "rows of the padded vocabulary": shape.padded_vocab}
     if shape.experts is None:
         split["intermediate_size"] = shape.ffn

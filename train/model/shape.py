@@ -15,13 +15,12 @@ from typing import Any
 
 from rollbook.engines.model_files import check_types, read_json
 from rollbook.store.errors import ModelError
-from rollbook.train.model.vision import LANGUAGE, QWEN3_VL, REFUSED, Vision, language_of, vision_of
 from rollbook.train.select.routing import Mixture
 
 VOCAB_DIVISOR = 128
 GEMMA3, GPT_OSS = "gemma3_text", "gpt_oss"
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", GEMMA3, GPT_OSS)
-"""The values of `model_type` that are trained, of models of text alone; `LANGUAGE` has the others."""
+"""The values of `model_type` that are trained."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """How a config calls layers without a window and with one."""
 GELU = "gelu_pytorch_tanh"
@@ -85,8 +84,7 @@ class ModelShape:
     0 for a model that predicts tokens; otherwise the number of values that its head `score`
     gives each token instead. Positions are divided by `rope_factor` before the rotation, except
     in layers with a window. The products of queries and keys are divided by the root of
-    `query_scalar`; None: by that of `head_dim`. Of a model that sees images all else is of its
-    language half, `family` too.
+    `query_scalar`; None: by that of `head_dim`.
     """
 
     family: str
@@ -107,22 +105,6 @@ class ModelShape:
     rope_factor: float = 1.0
     query_scalar: float | None = None
     yarn: Yarn | None = None
-    vision: Vision | None = None
-
-    @property
-    def architecture(self) -> str:
-        """What its config calls the whole model."""
-        return self.vision.kind if self.vision else self.family
-
-    @property
-    def prefix(self) -> str:
-        """What files put before the names of the layers' tensors, of the embedding and the final norm."""
-        return "model.language_model." if self.vision and self.vision.kind == QWEN3_VL else "model."
-
-    @property
-    def deep_features(self) -> int:
-        """To the outputs of how many of the first layers features of images are added."""
-        return len(self.vision.deep) if self.vision else 0
 
     @property
     def outputs(self) -> int:
@@ -132,8 +114,7 @@ class ModelShape:
     def work(self, tokens: int) -> int:
         """Floating-point operations of a forward pass over a sample of so many tokens: 2 for every
         weight and token, and causal attention between the tokens (Kaplan et al. 2020,
-        arXiv:2001.08361, table 1), none before the window in a layer that has one. Of a model that
-        sees images those of its language half."""
+        arXiv:2001.08361, table 1), none before the window in a layer that has one."""
         inner = self.heads * self.head_dim
         attention = self.hidden * (2 * inner + 2 * self.kv_heads * self.head_dim)
         experts = self.experts
@@ -225,19 +206,17 @@ def read_shape(model: Path) -> ModelShape:
     if not file.exists():
         raise ModelError(f"{model}: holds no config.json, so it is no model directory")
     config = read_json(model, file.name)
-    if config.get("model_type") not in (*FAMILIES, *LANGUAGE):
+    if config.get("model_type") not in FAMILIES:
         raise ModelError(
             f"{model}: architecture {config.get('model_type')!r} cannot be trained; "
-            f"this release trains {', '.join((*FAMILIES, *LANGUAGE))}"
+            f"this release trains {', '.join(FAMILIES)}"
         )
     check_types(file, config)
     try:
-        vision, language = vision_of(config), language_of(config)
-        reasons = [reason for reason, holds in _REFUSED.items() if holds(language)]
-        reasons += [reason for reason, holds in REFUSED.items() if vision is not None and holds(config)]
+        reasons = [reason for reason, holds in _REFUSED.items() if holds(config)]
         if reasons:
             raise ModelError(f"{model}: {'; '.join(reasons)}: not supported by this release's trainer")
-        return replace(_shape(language), vision=vision)
+        return _shape(config)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(f"{file}: a key is missing or ill-typed: {error!r}") from error
 
@@ -253,10 +232,6 @@ def shape_to_train(model: Path, scores: int) -> ModelShape:
         ModelError: there is no model, it cannot be trained, or its head is another.
     """
     shape = read_shape(model)
-    if scores and shape.vision is not None:
-        raise ModelError(
-            f"{model}: sees images, and transformers has no reward model that does: choose a model of text"
-        )
     if shape.scores not in (0, scores):
         wanted = f"trains one of {scores}" if scores else "trains a policy, which predicts tokens"
         raise ModelError(f"{model}: is a reward model with a head of {shape.scores}; the algorithm {wanted}")

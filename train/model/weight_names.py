@@ -21,7 +21,6 @@ import torch
 from rollbook.engines.weights.digests import Tensors
 from rollbook.store.errors import ModelError
 from rollbook.train.model.shape import Experts, ModelShape
-from rollbook.train.model.tower import TOWER, tower_shapes
 
 Kind = Literal["replicated", "vocab", "qkv", "gate_up", "row", "column"]
 """How a Megatron tensor is made, and split over tensor-parallel ranks.
@@ -38,8 +37,8 @@ class Weight:
     """One Megatron tensor of the whole model.
 
     `shapes` are those of the Hugging Face tensors. `layer` is the layer it is in, or goes with:
-    the embedding goes with the first, the final norm and the output with the last, the tower of a
-    model that sees images with the first. `expert` is the number of its expert; None for all other tensors.
+    the embedding goes with the first, the final norm and the output with the last. `expert` is
+    the number of its expert; None for all other tensors.
     """
 
     megatron: str
@@ -57,28 +56,19 @@ def plan(shape: ModelShape) -> tuple[Weight, ...]:
     That is: embedding, layers from the first, final norm, output. Within a layer: input norm, query, key
     and value (then their biases), query and key norm, attention output, second norm, and gate, up, down;
     with experts the router, then gate, up, down of expert 0, of expert 1, and so on. A norm of what attention
-    or the feed-forward layer gives comes after its weights. Last come those of a tower.
+    or the feed-forward layer gives comes after its weights.
     """
     vocab, last = (shape.vocab, shape.hidden), shape.layers - 1
-    weights = [_entry("embedding.word_embeddings", f"{shape.prefix}embed_tokens", "vocab", vocab, 0)]
+    weights = [_entry("embedding.word_embeddings", "model.embed_tokens", "vocab", vocab, 0)]
     for layer in range(shape.layers):
         weights += [*_attention(shape, layer), *_feed_forward(shape, layer)]
-    norm = f"{shape.prefix}norm"
-    weights.append(_entry("decoder.final_layernorm", norm, "replicated", (shape.hidden,), last))
+    weights.append(_entry("decoder.final_layernorm", "model.norm", "replicated", (shape.hidden,), last))
     if shape.scores:
         head = (shape.scores, shape.hidden)
         weights.append(_entry("output_layer", "score", "replicated", head, last))
     elif not shape.tied:
         weights.append(_entry("output_layer", "lm_head", "vocab", vocab, last))
-    return (*weights, *_tower(shape))
-
-
-def _tower(shape: ModelShape) -> Iterator[Weight]:
-    """The tensors of a tower: every rank of the first stage has all of it, under the names of files."""
-    if shape.vision is not None:
-        before = "model." if shape.prefix != "model." else ""
-        for name, dims in tower_shapes(shape.vision, shape.hidden).items():
-            yield Weight(f"{TOWER}.{name}", (f"{before}{TOWER}.{name}",), "replicated", (dims,), 0)
+    return tuple(weights)
 
 
 def _entry(
@@ -95,7 +85,7 @@ def _entry(
 
 
 def _attention(shape: ModelShape, layer: int) -> Iterator[Weight]:
-    target, source = f"decoder.layers.{layer}.", f"{shape.prefix}layers.{layer}."
+    target, source = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     attention = source + "self_attn."
     size, hidden = shape.head_dim, shape.hidden
     rows = (shape.heads * size, shape.kv_heads * size, shape.kv_heads * size)
@@ -125,7 +115,7 @@ def _attention(shape: ModelShape, layer: int) -> Iterator[Weight]:
 
 
 def _feed_forward(shape: ModelShape, layer: int) -> Iterator[Weight]:
-    target, source = f"decoder.layers.{layer}.", f"{shape.prefix}layers.{layer}."
+    target, source = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     second = source + ("pre_feedforward_layernorm" if shape.output_norms else "post_attention_layernorm")
     yield _entry(target + "pre_mlp_layernorm", second, "replicated", (shape.hidden,), layer)
     if shape.experts is None:

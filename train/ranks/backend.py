@@ -14,7 +14,6 @@ from rollbook.engines.weights.digests import Look, Tensors
 from rollbook.train.batches.batch import MicroBatch
 from rollbook.train.clock import timed
 from rollbook.train.config.config import OptimizerConfig
-from rollbook.train.model.image_features import ImageFeatures
 from rollbook.train.model.lora import ADAPTED, check_factors, factors, merged
 from rollbook.train.model.model import Build, MegatronParts, build
 from rollbook.train.model.offload import Offloaded
@@ -51,7 +50,6 @@ class TrainablePolicy:
         self.shape = shape
         self._parts: MegatronParts = build(shape, optimizer, how, weights)
         self._routing = Routing(self._parts.module, self._parts.layout, again=how.recompute)
-        self._images = ImageFeatures(self._parts.module, shape, self._parts.layout, again=how.recompute)
         self._schedule: Any = None  # of a policy that is not trained
         if how.trains:
             self._schedule = _schedule(self._parts.optimizer, optimizer, how.steps)
@@ -253,7 +251,6 @@ class TrainablePolicy:
         self._parts.wrapped.zero_grad_buffer()
         self._parts.optimizer.zero_grad()
         self._routing.begin()
-        self._images.begin()
         # Megatron divides by both; the loss is normalized already.
         count = len(micro_batches) * parallel_state.get_data_parallel_world_size()
 
@@ -355,8 +352,7 @@ class TrainablePolicy:
 
     def _outputs(self, model: Any, micro: MicroBatch) -> torch.Tensor:
         """Logits of the vocabulary's tokens, [B, T, V] or [N, V]; or the scores of each token."""
-        where = micro, self._multiple, self.device
-        with self._routing.of(*where), self._images.of(*where):
+        with self._routing.of(micro, self._multiple, self.device):
             padded = micro.lengths is None
             return self._padded_outputs(model, micro) if padded else self._packed_outputs(model, micro)
 

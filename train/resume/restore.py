@@ -16,7 +16,7 @@ instead of taking them from the very record that it is to prove.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,9 +30,8 @@ from rollbook.store.events import CheckpointWritten, Json, StepPlanned
 from rollbook.store.fold.history import CommittedStep, History
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.batches.batch import Batch, Partition, packed_partition, partition
-from rollbook.train.batches.manifest_batch import begins, recorded_answers, samples_at_cut
+from rollbook.train.batches.manifest_batch import begins, samples_at_cut
 from rollbook.train.checkpoints.checkpoint import Checkpoint, checkpoint_named
 from rollbook.train.config.config import CriticConfig, TrainConfig
 from rollbook.train.config.lora import LoraTraining
@@ -46,14 +45,12 @@ from rollbook.train.ranks.policy import Policy
 from rollbook.train.ranks.ranks import Ranks
 from rollbook.train.resume.promise import promise
 from rollbook.train.select.samples import Sample
-from rollbook.train.step.apart import ModelProcess
 from rollbook.train.step.critic import restored_critic
 from rollbook.train.step.evidence import Evidence, of_tensors
 from rollbook.train.step.experiences import Experiences, References
+from rollbook.train.step.reference import ReferenceProcess
 from rollbook.train.step.stages import STAGES
 from rollbook.train.step.step import StepSettings, run_step
-from rollbook.train.step.teacher_engine import TeacherEngine
-from rollbook.train.step.teachers import Teachers, asks_engines
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +60,6 @@ class Restored:
     Attributes:
         base: the checkpoint that it was restored from.
         references: weights of earlier versions, and the process of the reference, if it has one.
-        teachers: likewise.
         lora: the training of low-rank factors, if it is one.
         how: it computes.
     """
@@ -73,7 +69,6 @@ class Restored:
     critic: Policy | None
     experiences: Experiences
     references: References
-    teachers: Teachers
     lora: LoraTraining | None
     how: Build
 
@@ -84,13 +79,11 @@ def restored(
     history: History,
     phase: str,
     ranks: Ranks,
-    engines: Mapping[str | None, TeacherEngine],
     warn: Callable[[str], None],
 ) -> Restored:
     """Restore a phase; a phase without a step begins at the newest checkpoint.
 
     Args:
-        engines: teachers that servers serve, by name.
         warn: called for each checkpoint that is damaged.
 
     Raises:
@@ -100,7 +93,7 @@ def restored(
     """
     whole, references = nearest_whole(log, history, phase, warn), References(log, history)
     try:
-        return _restored(config, log, history, phase, ranks, whole, references, engines)
+        return _restored(config, log, history, phase, ranks, whole, references)
     except BaseException:
         references.close()
         raise
@@ -114,7 +107,6 @@ def _restored(
     ranks: Ranks,
     whole: WholeCheckpoint,
     references: References,
-    engines: Mapping[str | None, TeacherEngine],
 ) -> Restored:
     goes_on = whole.record.phase == phase and whole.held.optimizer is not None
     between = history.between(whole.record, history.next_step)
@@ -129,15 +121,8 @@ def _restored(
     lora = _lora(config, whole, goes_on=goes_on)
     put_in_place(policy, whole.held, lora, references, goes_on=goes_on)
     check_exact(policy, whole.record, config)
-    apart = [teacher.name for teacher in config.teacher if teacher.apart]
-    teachers = Teachers(log, config.run, ranks, how, apart, engines)
-    experiences = Experiences(policy, references, teachers, critic)
-    state = Restored(whole, policy, critic, experiences, references, teachers, lora, how)
-    try:
-        _run_again(config, log, state, between, ranks)
-    except BaseException:
-        teachers.close()
-        raise
+    state = Restored(whole, policy, critic, Experiences(policy, references, critic), references, lora, how)
+    _run_again(config, log, state, between, ranks)
     set_deterministic(config.threads)
     return state
 
@@ -150,7 +135,7 @@ def _build(config: TrainConfig, between: list[CommittedStep]) -> Build:
     return replace(how, flash=as_before and serves(device, how.type))
 
 
-def _apart(config: TrainConfig, whole: WholeCheckpoint, how: Build, ranks: Ranks) -> ModelProcess:
+def _apart(config: TrainConfig, whole: WholeCheckpoint, how: Build, ranks: Ranks) -> ReferenceProcess:
     """The reference in a process of its own, which starts while the policy is restored.
 
     Raises:
@@ -162,7 +147,7 @@ def _apart(config: TrainConfig, whole: WholeCheckpoint, how: Build, ranks: Ranks
             "reference's weights take turns with the policy's"
         )
     own = replace(how, recompute=False, trains=False)
-    return ModelProcess("the reference", whole.shape, own, ranks.parallel, ranks.count)
+    return ReferenceProcess(whole.shape, own, ranks.parallel, ranks.count)
 
 
 def fingerprint_of(config: TrainConfig, how: Build, ranks: Ranks) -> Json:
@@ -361,11 +346,10 @@ def rerun_steps(
         plan = step.planned
         torch.set_num_threads(int(plan.environment["threads"]))
         trees = trees_of(plan.input_digests)
-        algorithm = recorded_algorithm(plan.algorithm)
-        digests = experiences.input_digests(algorithm, plan.seed, trees, plan.teachers)
+        digests = experiences.input_digests(recorded_algorithm(plan.algorithm), plan.seed, trees)
         inputs = input_evidence(policy, experiences.critic, trees)
         samples = samples_at_cut(log, plan, run) if begins(plan) else {}
-        batch = experiences.batch(plan, samples, answers_at(log, plan, run))
+        batch = experiences.batch(plan, samples)
         result = run_step(
             policy, settings_of(plan), batch, finite=False, critic=experiences.critic, look=look
         )
@@ -373,15 +357,6 @@ def rerun_steps(
         yield RerunStep(
             plan.step, recorded, digests | result.digests, result.metrics, inputs | result.evidence, batch
         )
-
-
-def answers_at(log: Store, plan: StepPlanned, run: str) -> Singles | None:
-    """What engines answered as teachers of the rollout batch that a step begins; None where none was asked.
-
-    Raises:
-        ReplayError: the log does not hold it.
-    """
-    return recorded_answers(log, run, plan) if begins(plan) and asks_engines(plan.teachers) else None
 
 
 def input_evidence(policy: Policy, critic: Policy | None, trees: Trees) -> Evidence:

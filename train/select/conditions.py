@@ -3,7 +3,6 @@ trajectory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,16 +50,12 @@ def conditions_of(recipe: RecipeConfig) -> Conditions | None:
 def chooses(recipe: RecipeConfig, trajectory: Trajectory) -> bool:
     """Whether a trajectory meets a recipe's conditions on labels and models, as in SQL; `where` is
     not checked."""
-    if not has_labels(trajectory.opened.labels, recipe.labels):
+    labels = {name: _text(value) for name, value in trajectory.opened.labels.items()}
+    wanted = (label.partition("=") for label in recipe.labels)
+    if any(labels.get(name) != value for name, _, value in wanted):
         return False
     models = (turn.requested.requested_model for turn in trajectory.turns.values())
     return not recipe.models or all(model in recipe.models for model in models)
-
-
-def has_labels(labels: Mapping[str, Any], wanted: Iterable[str]) -> bool:
-    """Whether a trajectory's labels have all of these, each as name=value."""
-    named = (label.partition("=") for label in wanted)
-    return all(_text(labels.get(name)) == value for name, _, value in named)
 
 
 def _text(value: Any) -> str | None:

@@ -89,8 +89,6 @@ class Candidate(Protocol):
     def highest_token(self) -> int: ...
     @property
     def misrouted(self) -> str: ...
-    @property
-    def reward_parts(self) -> tuple[float | None, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,8 +113,6 @@ class Candidates:
             tokens.
         lowest, highest: ids among the path's tokens.
         misrouted: str, why the model cannot replay the routing that the path's turns record; empty: it can.
-        reward_parts: float64 [N, S], of `rewards`, where they are weighted sums of S sources, NaN where one
-            gave nothing; None where they are of one source.
     """
 
     groups: Ints
@@ -142,7 +138,6 @@ class Candidates:
     lowest: Ints
     highest: Ints
     misrouted: npt.NDArray[np.str_]
-    reward_parts: npt.NDArray[np.float64] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -265,12 +260,6 @@ def _reward(candidates: Candidates, held: RuleContext, at: int) -> Json:
     return {"reward": reward, "min_reward": held.recipe.min_reward}
 
 
-def _sources(recipe: RecipeConfig) -> Json:
-    """The sources that gave no reward, as a drop records them."""
-    one = recipe.reward_weights is None
-    return {"source": recipe.reward_source} if one else {"sources": list(recipe.reward_sources)}
-
-
 def _odd_reward(candidates: Candidates, held: RuleContext, at: int) -> Json:
     if not np.isfinite(candidates.rewards[at]):
         return {"reward": str(float(candidates.rewards[at]))}
@@ -333,7 +322,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "no_reward": Rule(
         lambda of, held: _where_needed("rewards", ~of.rewarded, held),
-        lambda of, held, at: _sources(held.recipe),
+        lambda of, held, at: {"source": held.recipe.reward_source},
     ),
     "min_reward": Rule(_too_little, _reward),
     "reward_not_finite": Rule(
@@ -393,14 +382,7 @@ def columns_of(candidates: Sequence[Candidate], share: float) -> Candidates:
         lowest=np.array([candidate.lowest_token for candidate in candidates], np.int64),
         highest=np.array([candidate.highest_token for candidate in candidates], np.int64),
         misrouted=np.array([candidate.misrouted for candidate in candidates], np.str_),
-        reward_parts=parts_of([candidate.reward_parts for candidate in candidates]),
     )
-
-
-def parts_of(parts: Sequence[tuple[float | None, ...]]) -> npt.NDArray[np.float64] | None:
-    """What sources gave N samples, as an array [N, S], NaN where one gave nothing; None where rewards are of
-    one source."""
-    return np.array(parts, np.float64) if any(parts) else None
 
 
 def _versions(versions: Sequence[int | None]) -> Ints:

@@ -25,9 +25,9 @@ from rollbook.store.errors import ConfigError
 from rollbook.store.events import Json
 from rollbook.store.sql.query import connect_at
 from rollbook.store.sql.sandbox import Connection
-from rollbook.train.config.recipe import STATUSES, RecipeConfig, weighted
+from rollbook.train.config.recipe import STATUSES, RecipeConfig
 from rollbook.train.select.conditions import conditions_of
-from rollbook.train.select.recipe import NO_STATUS, NOWHERE, Candidates, parts_of
+from rollbook.train.select.recipe import NO_STATUS, NOWHERE, Candidates
 from rollbook.train.select.routing import FitCheck, Mixture
 from rollbook.train.select.sample_ref import SampleRef, numbered
 from rollbook.train.select.samples import (
@@ -44,7 +44,7 @@ from rollbook.train.select.samples import (
 _TRAJECTORIES = """
     SELECT o.trajectory_id, o.run, o.trajectory AS name, o."group",
            CASE WHEN o.run = $own THEN o."group" ELSE o.run || '/' || o."group" END AS group_key, o.split,
-           o.labels, o.status, o.success,
+           o.status, o.success,
            o.lane AS opened_lane, o.opened, f.lane AS finished_lane, f.seq AS finished_seq, r.reward,
            {chosen} AS chosen
     FROM internal.trajectory_scalars o
@@ -61,11 +61,6 @@ _TURN_REWARDS = """
     SELECT turn_id, arg_max(reward, (lane, seq)) AS reward FROM rewards
     WHERE list_contains($runs, run) AND turn_id IS NOT NULL AND NOT superseded AND source = $source GROUP BY
     turn_id"""
-
-_PARTS = """
-    SELECT trajectory_id, turn_id, source, arg_max(reward, (lane, seq)) FROM rewards
-    WHERE list_contains($runs, run) AND NOT superseded AND list_contains($sources, source)
-    GROUP BY trajectory_id, turn_id, source"""
 
 _TURNS = """
     SELECT t.place, s.turn_id, s.parent_turn_id, s.lane, s.completed_lane, s.completed_seq,
@@ -94,7 +89,6 @@ class References:
         oldest, newest, deciding: versions (`NOWHERE`: none), see `SampleRef`; lowest, highest: tokens.
         truncated: see `Sample`.
         exact, erased: see `SampleRef`; preferred, infinite, turn_reward, misrouted, stranger: see `Sample`.
-        reward_parts: see `Sample`, of each trajectory; empty where rewards are of one source.
         others: turn -> where tokens begin and end that other policies sampled than the one in training.
         turn_rewards: turn -> its reward, of the turns that have one.
     """
@@ -126,7 +120,6 @@ class References:
     stranger: Texts
     turn_rewards: Mapping[str, float]
     others: Mapping[str, Sequence[tuple[int, int]]]
-    reward_parts: Sequence[tuple[float | None, ...]] = ()
 
     def __len__(self) -> int:
         return len(self.leaf)
@@ -168,7 +161,6 @@ class References:
             lowest=self.lowest[at],
             highest=self.highest[at],
             misrouted=self.misrouted[at],
-            reward_parts=parts_of(self._parts(at)),
         )
 
     def refs(self, samples: Sequence[int] | Ints) -> list[SampleRef]:
@@ -178,23 +170,16 @@ class References:
         columns = {name: named[name].to_pylist() for name in _NAMED}
         columns["leaf_turn_id"] = self.turns["turn_id"].take(pa.array(self.leaf[at])).to_pylist()
         columns |= {name: getattr(self, column)[at].tolist() for name, column in _DECIDING.items()}
-        columns["reward_parts"] = self._parts(at)
         for name in _OF_VERSIONS:
             columns[name] = [None if version == NOWHERE else version for version in columns[name]]
         return [SampleRef(*row) for row in zip(*(columns[name] for name in SampleRef.__slots__), strict=True)]
-
-    def _parts(self, at: Ints) -> list[tuple[float | None, ...]]:
-        """What the reward of each of these samples is the sum of."""
-        if not self.reward_parts:
-            return [()] * len(at)
-        return [self.reward_parts[row] for row in self.trajectory[at].tolist()]
 
     def ref(self, sample: int) -> SampleRef:
         """A reference to one sample."""
         return self.refs([sample])[0]
 
 
-_NAMED = ["run", "trajectory_id", "name", "group", "split", "labels", "reward", "success", "status", "chosen"]
+_NAMED = ["run", "trajectory_id", "name", "group", "split", "reward", "success", "status", "chosen"]
 _OF_VERSIONS = ("oldest_version", "newest_version", "deciding")
 _DECIDING = {
     **dict(zip(_OF_VERSIONS, ("oldest", "newest", "deciding"), strict=True)),
@@ -264,9 +249,7 @@ def references_over(
     places = pa.array(np.arange(trajectories.num_rows, dtype=np.int64))
     connection.register("chosen", trajectories.select(["trajectory_id"]).append_column("place", places))
     turns = connection.relation(_TURNS).to_arrow_table().combine_chunks()
-    rewards, parts = dict(connection.read(_TURN_REWARDS, params).fetchall()), list[tuple[float | None, ...]]()
-    if not isinstance(recipe.rewards_of, str):
-        trajectories, rewards, parts = _weighed(connection, trajectories, params["runs"], recipe.rewards_of)
+    rewards = dict(connection.read(_TURN_REWARDS, params).fetchall())
     own = recipe.own(policy)
     # The oldest and the newest token are known of each turn, but not of which policies they are.
     several = 0 < recipe.deciding_share < 1 or own is not None
@@ -277,29 +260,7 @@ def references_over(
     wrong = misrouted_paths(log, cut, trajectories, turns, paths, mixture)
     versions = versions_of(turns, own, recipe.other_policies or (), spans)
     share = recipe.deciding_share
-    found = _references(run, trajectories, turns, paths, rewards, share, versions, spans, wrong)
-    return replace(found, reward_parts=parts)
-
-
-def _weighed(
-    connection: Connection, trajectories: pa.Table, runs: object, weights: Mapping[str, float]
-) -> tuple[pa.Table, dict[str, float], list[tuple[float | None, ...]]]:
-    """The trajectories with weighted sums for rewards, such sums of turns, and what those of trajectories are
-    the sums of."""
-    given: dict[tuple[str, str | None], dict[str, float]] = {}
-    rows = connection.read(_PARTS, {"runs": runs, "sources": list(weights)}).fetchall()
-    for trajectory_id, turn_id, source, reward in rows:
-        given.setdefault((trajectory_id, turn_id), {})[source] = reward
-
-    def parts_of_one(key: tuple[str, str | None]) -> tuple[float | None, ...]:
-        return tuple(given.get(key, {}).get(source) for source in weights)
-
-    parts = [parts_of_one((name, None)) for name in trajectories["trajectory_id"].to_pylist()]
-    sums = pa.array([weighted(part, weights.values()) for part in parts], pa.float64())
-    column = trajectories.column_names.index("reward")
-    turns = {key[1]: weighted(parts_of_one(key), weights.values()) for key in given}
-    rewards = {turn: reward for turn, reward in turns.items() if turn is not None and reward is not None}
-    return trajectories.set_column(column, "reward", sums), rewards, parts
+    return _references(run, trajectories, turns, paths, rewards, share, versions, spans, wrong)
 
 
 def _references(

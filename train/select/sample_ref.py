@@ -22,15 +22,13 @@ class SampleRef:
     """A sample by name, with what decides whether it is used.
 
     Attributes:
-        labels: of its trajectory, as JSON.
         trained: tokens with loss; 0 where some of its path were erased.
         unknown: of these, tokens whose policy version nobody knows.
         exact: whether each of these has a logprob.
         oldest_version, newest_version: of its oldest and newest trained token of the policy in training; None
             if none has a version of it.
         deciding: the version by which it becomes too old under the recipe it was found by; None likewise.
-        success, status, truncated, preferred, infinite, turn_reward, misrouted, stranger, reward_parts: see
-            `Sample`.
+        success, status, truncated, preferred, infinite, turn_reward, misrouted, stranger: see `Sample`.
         chosen: whether the recipe's SQL conditions hold for its trajectory.
         length: tokens of the whole path.
         lowest_token, highest_token: least and greatest id among them.
@@ -64,8 +62,6 @@ class SampleRef:
     learnable: int
     misrouted: str = ""
     stranger: str = ""
-    reward_parts: tuple[float | None, ...] = ()
-    labels: str = "{}"
 
     def deciding_version(self, share: float) -> int | None:
         """The version by which it becomes too old; `share` is that of its recipe."""

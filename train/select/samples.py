@@ -8,7 +8,7 @@ trained on where a recipe takes only one. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from rollbook.store.events import Json, TokenIds
 from rollbook.store.fold.path_tokens import NO_VERSION, PathTokens, path_tokens
 from rollbook.store.fold.paths import leaves, owned_paths, path_to
 from rollbook.store.fold.trajectory import Trajectory, Turn
-from rollbook.train.config.recipe import Paths, RewardsOf, weighted
+from rollbook.train.config.recipe import Paths
 
 OF_ANOTHER = -2
 """In `versions`: another policy than the one in training sampled the token."""
@@ -56,10 +56,7 @@ class Sample:
         stranger: a policy that sampled a trained token, and that the recipe does not name; empty: none did.
         misrouted: why the model cannot replay `routed`; empty where it can, or nobody asked.
         cut_to: tokens that are left of a path that is longer than the model's context; None: all are.
-        labels: of its trajectory, as it was opened with them.
         margin: by how much it was recorded as better than the sample after it, where a loss asks for that.
-        reward_parts: of `reward`, where it is a weighted sum: what each source gave, in the order of their
-            names, None where it gave nothing.
     """
 
     run: str
@@ -88,8 +85,6 @@ class Sample:
     misrouted: str = ""
     stranger: str = ""
     cut_to: int | None = None
-    reward_parts: tuple[float | None, ...] = ()
-    labels: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -218,7 +213,7 @@ def deciding_places(share: float, counts: npt.NDArray[np.int64]) -> npt.NDArray[
 
 def samples_of(
     trajectory: Trajectory,
-    source: RewardsOf = "agent",
+    source: str = "agent",
     paths: Paths = "all",
     *,
     chosen: bool = True,
@@ -229,10 +224,10 @@ def samples_of(
 
     Turns that were not delivered, or failed, are context without loss, and so are those whose
     logprobs are of altered logits (a constraint, a penalty); a path with erased tokens has no
-    loss at all. Rewards are those of `source`, or of several a weighted sum. `paths` is the
-    recipe's: a preferred leaf owns its whole path, and the other leaves are not preferred.
-    `chosen` says whether the recipe's conditions hold. Versions are those of `policy` (None: of
-    any), and `others` are policies that the recipe names beside it.
+    loss at all. Rewards are those of `source`. `paths` is the recipe's: a preferred leaf owns
+    its whole path, and the other leaves are not preferred. `chosen` says whether the recipe's
+    conditions hold. Versions are those of `policy` (None: of any), and `others` are policies
+    that the recipe names beside it.
     """
     before = preferred_turn(paths, trajectory)
     for path in path_tokens(trajectory, before):
@@ -256,7 +251,7 @@ def _of_policy(sample: Sample, path: PathTokens, policy: str, others: Collection
 
 
 def _sample(
-    trajectory: Trajectory, path: PathTokens, source: RewardsOf, *, preferred: bool, chosen: bool
+    trajectory: Trajectory, path: PathTokens, source: str, *, preferred: bool, chosen: bool
 ) -> Sample:
     loss_mask, logprobs = path.loss_mask, path.logprobs
     temperatures = np.ones(len(path.tokens), np.float32)
@@ -272,8 +267,7 @@ def _sample(
     if erased:
         loss_mask, logprobs = np.zeros_like(loss_mask), np.zeros_like(logprobs)
     finished, leaf = trajectory.finished, path.turns[-1].completed
-    rewards = {t.turn_id: _reward(trajectory, source, t.turn_id)[0] for t in path.turns}
-    reward, parts = _reward(trajectory, source)
+    rewards = {t.turn_id: trajectory.reward(source, t.turn_id) for t in path.turns}
     return Sample(
         run=trajectory.run,
         trajectory_id=trajectory.opened.trajectory_id,
@@ -288,7 +282,7 @@ def _sample(
         logprobs=logprobs,
         versions=path.versions,
         temperatures=temperatures,
-        reward=reward,
+        reward=trajectory.reward(source),
         rewards={turn_id: value for turn_id, value in rewards.items() if value is not None},
         success=None if finished is None else finished.success,
         truncated=(finished is not None and finished.status == TRUNCATED)
@@ -298,19 +292,7 @@ def _sample(
         preferred=preferred,
         chosen=chosen,
         routed=_routed(path),
-        reward_parts=parts,
-        labels=trajectory.opened.labels,
     )
-
-
-def _reward(
-    trajectory: Trajectory, source: RewardsOf, turn_id: str | None = None
-) -> tuple[float | None, tuple[float | None, ...]]:
-    """The reward of a trajectory or of a turn, and what it is the weighted sum of, where it is one."""
-    if isinstance(source, str):
-        return trajectory.reward(source, turn_id), ()
-    parts = tuple(trajectory.reward(name, turn_id) for name in source)
-    return weighted(parts, source.values()), parts
 
 
 def _routed(path: PathTokens) -> dict[str, Json]:

@@ -93,7 +93,7 @@ def _of_groups(candidates: Candidates, left: Bools, held: RuleContext) -> tuple[
         return np.flatnonzero(left), drops
     pairs = "pairs" in held.algorithm.needs
     if held.recipe.drop_zero_variance or pairs:
-        drop("zero_variance", _flat(candidates, members, left, held))
+        drop("zero_variance", flat(members, left, _compared(candidates, left, held)))
     if not pairs:
         return np.flatnonzero(left), drops
     kept = best_and_worst(members, left).ravel()
@@ -101,17 +101,6 @@ def _of_groups(candidates: Candidates, left: Bools, held: RuleContext) -> tuple[
     unpaired[kept] = False
     drop("unpaired", unpaired)
     return kept, drops
-
-
-def _flat(candidates: Candidates, members: Members, left: Bools, held: RuleContext) -> Bools:
-    """The samples left whose group has all rewards equal; those of each source, where the algorithm compares
-    these: equal sums may be of unequal rewards."""
-    compared, parts = _compared(candidates, left, held), candidates.reward_parts
-    if parts is None or "reward_sources" not in held.algorithm.needs:
-        return flat(members, left, compared)
-    columns = np.where(np.isnan(parts), np.inf, parts).T  # no reward equals no reward
-    equal = [flat(replace(members, rewards=column), left, compared) for column in columns]
-    return np.asarray(np.logical_and.reduce(equal), np.bool_)
 
 
 def _compared(candidates: Candidates, left: Bools, held: RuleContext) -> Bools:
@@ -155,7 +144,7 @@ def candidates_in(
     chosen = chooses(recipe, trajectory)
     own, others = recipe.own(policy), recipe.other_policies or ()
     samples = samples_of(
-        trajectory, recipe.rewards_of, recipe.paths, chosen=chosen, policy=own, others=others
+        trajectory, recipe.reward_source, recipe.paths, chosen=chosen, policy=own, others=others
     )
     candidates = [sample for sample in samples if is_candidate(sample, recipe)]
     return (

@@ -14,7 +14,6 @@ from rollbook.store import Store, format_cut
 from rollbook.store.cut import Cut
 from rollbook.store.fold.history import History
 from rollbook.store.sql.query import connect_at
-from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.config.config import TrainConfig
 from rollbook.train.config.recipe import Split
 from rollbook.train.select.recipe import ModelLimits, mixture_in
@@ -119,11 +118,6 @@ def _dropped(
     return None if kept else f"are dropped by the rule {drops[0].rule}"
 
 
-def _compared(sample: SampleRef, algorithm: Algorithm) -> object:
-    """What is compared with others of its group: its reward, or those of its sources."""
-    return sample.reward_parts if "reward_sources" in algorithm.needs else sample.reward
-
-
 def _left(left: list[list[SampleRef]], config: TrainConfig) -> Counter[str]:
     """Why the usable samples do not fill a step."""
     algorithm, reasons = config.algorithm, Counter[str]()
@@ -137,7 +131,7 @@ def _left(left: list[list[SampleRef]], config: TrainConfig) -> Counter[str]:
     for samples in left:
         groups[samples[0].group or samples[0].trajectory_id].append(samples)
     for members in groups.values():
-        rewards = {_compared(sample, algorithm) for samples in members for sample in samples}
+        rewards = {sample.reward for samples in members for sample in samples}
         if len(members) < (config.recipe.min_group or 0):
             text = f"are in groups of which fewer than {config.recipe.min_group} are kept (recipe.min_group)"
         elif len(members) < algorithm.demand.group_size:

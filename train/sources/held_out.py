@@ -15,7 +15,7 @@ from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.batches.materialize import Materializer
 from rollbook.train.batches.units import sort_units
 from rollbook.train.config.config import TrainConfig
-from rollbook.train.config.recipe import RecipeConfig, RewardsOf, sources_in, weighted
+from rollbook.train.config.recipe import RecipeConfig
 from rollbook.train.select.recipe import ModelLimits
 from rollbook.train.select.references import find_references
 from rollbook.train.select.samples import Sample
@@ -101,39 +101,30 @@ class HeldOutReward:
 
 
 def held_out_rewards(
-    log: Store, cut: Cut, run: str, policy: str, source: RewardsOf, version: int
+    log: Store, cut: Cut, run: str, policy: str, source: str, version: int
 ) -> dict[str, HeldOutReward]:
     """Trajectory -> its reward, for the trajectories of split `eval` that finished with one.
 
     Args:
-        source: of the rewards, or several, whose weighted sum counts.
+        source: of the rewards.
         version: trajectories without a token of this or a newer version of the policy do not
             count.
 
     Raises:
         CorruptionError: a file is damaged.
     """
-    weights = sources_in(source)
-    params = {"run": run, "split": SPLIT, "sources": list(weights), "policy": policy, "version": version}
+    params = {"run": run, "split": SPLIT, "source": source, "policy": policy, "version": version}
     with connect_at(log, format_cut(cut)) as connection:
         rows = connection.read(_REWARDS, params).fetchall()
-    given: dict[str, dict[str, float]] = {}
-    others = {}
-    for trajectory_id, of_source, reward, *rest in rows:
-        given.setdefault(trajectory_id, {})[of_source] = reward
-        others[trajectory_id] = rest
-    sums = {
-        name: weighted([parts.get(s) for s in weights], weights.values()) for name, parts in given.items()
-    }
-    return {name: HeldOutReward(reward, *others[name]) for name, reward in sums.items() if reward is not None}
+    return {trajectory_id: HeldOutReward(*row) for trajectory_id, *row in rows}
 
 
 _REWARDS = """
-    SELECT o.trajectory_id, r.source, arg_max(r.reward, (r.lane, r.seq)), any_value(o.success),
+    SELECT o.trajectory_id, arg_max(r.reward, (r.lane, r.seq)), any_value(o.success),
            any_value(t.min_version), any_value(t.max_version)
     FROM internal.trajectory_scalars o JOIN rewards r USING (trajectory_id)
     JOIN (SELECT trajectory_id, min(min_version) AS min_version, max(max_version) AS max_version
           FROM internal.turn_scalars WHERE policy = $policy GROUP BY trajectory_id) t USING (trajectory_id)
     WHERE o.run = $run AND o.split = $split AND o.finished IS NOT NULL AND t.max_version >= $version
-      AND r.turn_id IS NULL AND NOT r.superseded AND list_contains($sources, r.source)
-    GROUP BY o.trajectory_id, r.source"""
+      AND r.turn_id IS NULL AND NOT r.superseded AND r.source = $source
+    GROUP BY o.trajectory_id"""

@@ -70,15 +70,10 @@ class Evidence:
     def vectors(self, stages: Iterable[str], step: int, attempt: int, policy: str) -> list[StepVectors]:
         """The events that record the values of stages, as far as the step has them."""
         return [
-            StepVectors(step, attempt, policy, stage, packed_values(self.values[stage]))
+            StepVectors(step, attempt, policy, stage, _packed(self.values[stage].astype("<f4")))
             for stage in stages
             if stage in self.values
         ]
-
-
-def packed_values(values: Singles) -> str:
-    """Values as `step.vectors` has them; `recorded_values` is the inverse."""
-    return _packed(values.astype("<f4"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,20 +139,17 @@ def of_samples(**stages: npt.NDArray[np.floating]) -> Evidence:
 def of_batch(batch: Batch) -> Evidence:
     """The evidence of what a step is given for each sample, by the stages before the loss."""
     experience, count = batch.experience, len(batch.samples)
-    advantages, rewards = experience.advantages.values, experience.rewards.reshape(count, 1)
-    if experience.reward_parts is not None:
-        rewards = np.concatenate([rewards, experience.reward_parts], axis=1)
+    advantages = experience.advantages.values
     scores = {
         "proximal_logprobs": experience.scores.old_logprobs,
         "reference_logprobs": experience.scores.reference_logprobs,
-        "teacher_logprobs": experience.scores.teacher_logprobs,
         "values": experience.scores.values,
     }
     evidence = Evidence(
         {
             "samples": _hashed_all([_arrays(sample) for sample in batch.samples]),
             "old_logprobs": _hashed([sample.logprobs for sample in batch.samples]),
-            "rewards": _hashed(rewards),
+            "rewards": _hashed(experience.rewards.reshape(count, 1)),
             "advantages": _hashed(
                 _split(advantages, experience.ends)
                 if experience.advantages.per_token

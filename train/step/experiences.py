@@ -6,7 +6,6 @@ weights.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,32 +20,30 @@ from rollbook.store.events import CheckpointWritten, Json, StepPlanned
 from rollbook.store.fold.history import History, all_samples
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.algorithms.registry import recorded_algorithm
-from rollbook.train.algorithms.rollouts import Floats, Singles
+from rollbook.train.algorithms.rollouts import Singles
 from rollbook.train.batches.batch import (
     Batch,
     MicroBatch,
     Partition,
     build_batch,
     collate_tokens,
+    in_sample_order,
     micro_batches_of,
     shares_of,
     without_experts,
 )
 from rollbook.train.batches.experience import Bools, Experience, Scores, trained_masks
 from rollbook.train.batches.manifest_batch import begins, experience_at
-from rollbook.train.batches.mismatched import mismatched, mismatched_parts
 from rollbook.train.checkpoints.checkpoint import weights_named
 from rollbook.train.clock import timed
 from rollbook.train.ranks.kept_digests import Trees
-from rollbook.train.ranks.policy import Policy
+from rollbook.train.ranks.policy import Policy, Read
 from rollbook.train.select.routing import Mixture
 from rollbook.train.select.samples import Sample
-from rollbook.train.step.apart import ModelProcess
 from rollbook.train.step.critic import critic_inputs, token_scores
-from rollbook.train.step.forward import ordered, passed
 from rollbook.train.step.predictions import logprobs_of, sample_scores
+from rollbook.train.step.reference import ReferenceProcess
 from rollbook.train.step.step import input_digests
-from rollbook.train.step.teachers import Teachers
 
 REFERENCE = "algorithm.reference_version"
 
@@ -62,7 +59,7 @@ class References:
 
     log: Store
     history: History
-    apart: ModelProcess | None = None
+    apart: ReferenceProcess | None = None
     _held: tuple[int, Tensors] | None = field(default=None)
 
     def weights(self, version: int) -> Tensors:
@@ -137,8 +134,6 @@ class References:
 
 Pending = Callable[[], Scores]
 """Gives scores, of which some may still be computed."""
-Taught = Callable[..., Callable[[], Singles]]
-"""`Teachers.logprobs` of the teachers of a manifest."""
 
 
 def score(
@@ -149,19 +144,15 @@ def score(
     parts: Partition,
     references: References,
     critic: Policy | None = None,
-    taught: Taught | None = None,
-    answers: Singles | None = None,
     *,
     packed: bool,
     mixture: Mixture | None = None,
 ) -> Pending:
-    """The scores that the algorithm needs: by the weights in place, by the reference policy, by
-    teachers, and by the critic.
+    """The scores that the algorithm needs: by the weights in place, by the reference policy, and by
+    the critic.
 
     Args:
         masks: the trained tokens of each sample.
-        taught: gives the teachers' logprobs.
-        answers: those that were recorded, where engines are not to be asked again.
         parts: the rollout batch's micro-batches: bits depend on how samples are padded or
             packed.
         mixture: of the policy, if the weights in place replay the routing that turns record;
@@ -172,60 +163,24 @@ def score(
         for part in micro_batches_of(parts)
     ]
     micro_batches = without_experts(collated)
-    old = pending = opinions = values = None
+    old = pending = values = None
     if algorithm.reference is not None:  # first, so that one apart computes while these do
         pending = references.logprobs(policy, algorithm.reference, micro_batches, parts)
-    gaps = mismatched_gaps(policy, algorithm, samples, masks, parts, references, packed=packed)
-    if "teacher" in algorithm.needs:
-        assert taught is not None
-        opinions = taught(samples, masks, parts, answers, packed=packed)
     if "old" in algorithm.needs:
-        old = passed(policy, collated, parts, logprobs_of)
+        old = _joined(policy, collated, parts, logprobs_of)
     if "values" in algorithm.needs:
         assert critic is not None
-        values = passed(critic, micro_batches, parts, token_scores)
+        values = _joined(critic, micro_batches, parts, token_scores)
     mean = None
     if "batch_score" in algorithm.needs:
         scores = policy.forward(micro_batches, sample_scores, shares_of(parts))
         mean = float(torch.cat(scores)[:, 0].double().mean())
 
     def whole() -> Scores:
-        reference = None if pending is None else ordered(micro_batches, parts, pending())
-        return Scores(old, reference, values, None if opinions is None else opinions(), mean, gaps())
+        reference = None if pending is None else _ordered(micro_batches, parts, pending())
+        return Scores(old, reference, values, mean)
 
     return whole
-
-
-def mismatched_gaps(
-    policy: Policy,
-    algorithm: Algorithm,
-    samples: Sequence[Sample],
-    masks: Sequence[Bools],
-    parts: Partition,
-    references: References,
-    *,
-    packed: bool,
-) -> Callable[[], Floats | None]:
-    """What gives the log-ratios of mismatched samples, as `Scores` has them; None where the algorithm does
-    not ask. Arguments as of `score`."""
-    if "mismatched_kl" not in algorithm.needs or algorithm.reference is None:
-        return lambda: None
-    unit = 2 if "pairs" in algorithm.needs else 1
-    mixed, trained = mismatched(samples, masks, policy.shape.context, unit)
-    own = mismatched_parts(samples, mixed, parts) if packed else parts
-    micro_batches = [
-        collate_tokens([mixed[i] for i in part], [trained[i] for i in part], packed=packed)
-        for part in micro_batches_of(own)
-    ]
-    pending = references.logprobs(policy, algorithm.reference, micro_batches, own)
-    logprobs = passed(policy, micro_batches, own, logprobs_of)
-    of_sample = np.repeat(np.arange(len(mixed)), [np.count_nonzero(mask) for mask in trained])
-
-    def gaps() -> Floats:
-        ratios = np.subtract(logprobs, ordered(micro_batches, own, pending()), dtype=np.float64)
-        return np.bincount(of_sample, ratios, len(mixed)).astype(np.float64, copy=False)
-
-    return gaps
 
 
 def part_of(parts: Partition, start: int, end: int) -> Partition:
@@ -252,29 +207,30 @@ def joined_scores(parts: Sequence[Scores]) -> Scores:
         there = [array for array in values if array is not None]
         return np.concatenate(there) if there else None
 
-    gaps = [part.mismatched for part in parts if part.mismatched is not None]
     return Scores(
         joined(part.old_logprobs for part in parts),
         joined(part.reference_logprobs for part in parts),
         joined(part.values for part in parts),
-        joined(part.teacher_logprobs for part in parts),
         parts[0].batch_score,
-        None if not gaps else np.concatenate(gaps),
     )
+
+
+def _joined(
+    policy: Policy, micro_batches: Sequence[MicroBatch], parts: Partition, read: Read[torch.Tensor]
+) -> Singles:
+    """The values that `read` gives the trained tokens of all samples, in sample order, float32 [P]."""
+    return _ordered(micro_batches, parts, policy.forward(micro_batches, read, shares_of(parts)))
+
+
+def _ordered(micro_batches: Sequence[MicroBatch], parts: Partition, read: Sequence[torch.Tensor]) -> Singles:
+    return in_sample_order(micro_batches, parts, [values.cpu().numpy() for values in read])
 
 
 class Experiences:
     """Builds the batches of a policy's steps, which are run in order."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        references: References,
-        teachers: Teachers,
-        critic: Policy | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, references: References, critic: Policy | None = None) -> None:
         self._policy, self._references, self.critic = policy, references, critic
-        self._teachers = teachers
         self._ahead: list[_Scored] = []
         """Parts of the rollout batch to come."""
         self._held: Experience | None = None
@@ -286,22 +242,15 @@ class Experiences:
         """The samples of the rollout batch in hand, in order."""
         return () if self._held is None else self._held.samples
 
-    def input_digests(
-        self, algorithm: Algorithm, seed: int, trees: Trees, taught_by: Sequence[Json] | None
-    ) -> Json:
+    def input_digests(self, algorithm: Algorithm, seed: int, trees: Trees) -> Json:
         """Seed the generators, and digest the state that a step starts from.
 
-        Args:
-            taught_by: the teachers, as the manifest has them.
-
         Raises:
-            TrainError: there is no checkpoint of the reference policy, or of a teacher.
+            TrainError: there is no checkpoint of the reference policy.
         """
         digests = input_digests(self._policy, seed, trees)
         if algorithm.reference is not None:
             digests["reference_weights"] = self._references.digest(algorithm.reference)
-        if taught_by:
-            digests["teacher_weights"] = self._teachers.digest(taught_by)
         return digests if self.critic is None else digests | critic_inputs(self.critic, trees)
 
     def score_ahead(
@@ -310,7 +259,6 @@ class Experiences:
         samples: Sequence[Sample],
         parts: Partition,
         oldest: int | None,
-        taught_by: Sequence[Json] | None,
         *,
         packed: bool,
         routing_replay: bool,
@@ -320,7 +268,7 @@ class Experiences:
         Args:
             parts: its micro-batches.
             oldest: version before which tokens are masked; None: none are.
-            taught_by, packed, routing_replay: as the manifest will have them.
+            packed, routing_replay: as the manifest will have them.
 
         Raises:
             TrainError, ModelError: as `batch`.
@@ -334,7 +282,6 @@ class Experiences:
             parts,
             self._references,
             self.critic,
-            self._taught(taught_by),
             packed=packed,
             mixture=self._policy.shape.mixture if routing_replay else None,
         )
@@ -351,26 +298,18 @@ class Experiences:
         sizes = [len(part.leaves) for part in self._ahead]
         return joined_partition([(len(part.leaves), part.parts) for part in self._ahead]), sizes
 
-    @property
-    def answers(self) -> Singles | None:
-        """The logprobs of all tokens of the rollout batch in hand by its teachers, float32 [P]."""
-        return None if self._held is None else self._held.scores.teacher_logprobs
-
-    def batch(
-        self, plan: StepPlanned, samples: Mapping[str, Sample], answers: Singles | None = None
-    ) -> Batch:
+    def batch(self, plan: StepPlanned, samples: Mapping[str, Sample]) -> Batch:
         """The batch that a manifest describes.
 
         Args:
             samples: by leaf turn, those of the whole rollout batch, if the step begins one; else not looked
                 at.
-            answers: what its teachers' engines answered, where they are not to be asked again.
 
         Raises:
             TrainError, ModelError: there is no checkpoint of the reference policy, or it is damaged.
         """
         if begins(plan):
-            self._make(plan, samples, answers)
+            self._make(plan, samples)
         assert self._held is not None
         mixture = self._mixture(plan)
         if plan.rollout_batch is None:
@@ -379,18 +318,15 @@ class Experiences:
         part = self._held.part([next(places[ref["turn_id"]]) for ref in plan.samples])
         return build_batch(part, plan.partition, packed=plan.packed, mixture=mixture)
 
-    def _taught(self, by: Sequence[Json] | None) -> Taught | None:
-        return functools.partial(self._teachers.logprobs, by) if by else None
-
     def _mixture(self, plan: StepPlanned) -> Mixture | None:
         return self._policy.shape.mixture if plan.routing_replay else None
 
-    def _make(self, plan: StepPlanned, samples: Mapping[str, Sample], answers: Singles | None) -> None:
+    def _make(self, plan: StepPlanned, samples: Mapping[str, Sample]) -> None:
         ahead, self._ahead = self._ahead, []
 
         def scores_of(ordered: Sequence[Sample], masks: Sequence[Bools]) -> Scores:
             with timed("scoring"):
-                pending = [part.scores for part in ahead] or self._scored(plan, ordered, masks, answers)
+                pending = [part.scores for part in ahead] or self._scored(plan, ordered, masks)
                 return joined_scores([part() for part in pending])
 
         self._held = experience_at(plan, samples, scores_of)
@@ -398,18 +334,11 @@ class Experiences:
         for place, ref in enumerate(all_samples(plan)):
             self._places.setdefault(ref["turn_id"], []).append(place)
 
-    def _scored(
-        self,
-        plan: StepPlanned,
-        samples: Sequence[Sample],
-        masks: Sequence[Bools],
-        answers: Singles | None,
-    ) -> list[Pending]:
+    def _scored(self, plan: StepPlanned, samples: Sequence[Sample], masks: Sequence[Bools]) -> list[Pending]:
         """The scores of a rollout batch, in the parts that its manifest names."""
         algorithm, batch = recorded_algorithm(plan.algorithm), plan.rollout_batch or {}
         parts = batch.get("partition", plan.partition)
         ends = np.cumsum([0, *batch.get("iterations", [len(samples)])]).tolist()
-        tokens = np.cumsum([0, *map(np.count_nonzero, masks)])
         return [
             score(
                 self._policy,
@@ -419,8 +348,6 @@ class Experiences:
                 part_of(parts, start, end),
                 self._references,
                 self.critic,
-                self._taught(plan.teachers),
-                None if answers is None else answers[tokens[start] : tokens[end]],
                 packed=plan.packed,
                 mixture=self._mixture(plan),
             )

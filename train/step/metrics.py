@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from rollbook.store.events import Json
-from rollbook.store.sql.training_views import OF_SOURCE
 from rollbook.train.algorithms.algorithm import Algorithm
 from rollbook.train.batches.batch import Batch, MicroBatch, without_experts
 from rollbook.train.batches.experience import Experience
@@ -96,42 +95,13 @@ def of_batch(batch: Batch) -> Json:
         "samples": len(batch.samples),
         "reward": float(sum(rewards.tolist()) / len(rewards)) if len(rewards) else None,
         "reward_std": float(rewards.std()) if len(rewards) else None,
-        **_of_sources(experience),
         **_of_trajectories(batch),
         "flat_groups": _flat_groups(batch),
         "length_mean": float(lengths.mean()),
         "length_max": int(lengths.max()),
         "truncated": sum(sample.truncated for sample in batch.samples) / len(batch.samples),
         **_of_weights(experience),
-        **_of_teacher(experience),
     }
-
-
-def _of_sources(experience: Experience) -> Json:
-    """The mean reward of each source, of the samples that it gave one; nothing where rewards are of one
-    source."""
-    if experience.reward_parts is None:
-        return {}
-    given = [column[~np.isnan(column)] for column in experience.reward_parts.T]
-    return {
-        f"{OF_SOURCE}{source}": float(column.mean()) if len(column) else None
-        for source, column in zip(experience.sources, given, strict=True)
-    }
-
-
-def _of_teacher(experience: Experience) -> Json:
-    """The mean of k1 of the policy that ratios are taken to, to the teacher, over the tokens that have one:
-    the reverse KL divergence (Schulman 2020). Nothing where no teacher is asked."""
-    teacher, old = experience.scores.teacher_logprobs, experience.scores.old_logprobs
-    if teacher is None:
-        return {}
-    if old is None:
-        old = np.concatenate(
-            [s.logprobs[mask] for s, mask in zip(experience.samples, experience.masks, strict=True)]
-        )
-    gaps = np.subtract(old, teacher, dtype=np.float64)
-    taught = gaps[np.isfinite(gaps)]
-    return {"teacher_kl": float(taught.mean()) if len(taught) else None}
 
 
 def _of_weights(experience: Experience) -> Json:
@@ -191,8 +161,7 @@ def of_tokens(values: TokenValues) -> Json:
         metrics["kl"] = _k3(_joined(values.reference_gaps).double().clamp(-20, 20))
     if values.entropies:
         metrics["entropy"] = float(_joined(values.entropies).double().mean())
-    there = {name: parts for name, parts in values.measured.items() if any(map(len, parts))}
-    metrics |= {name: _share(parts) for name, parts in there.items()}
+    metrics |= {name: _share(parts) for name, parts in values.measured.items()}
     ages = _joined(values.ages)
     known = ages[ages >= 0].double()
     metrics |= {

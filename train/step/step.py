@@ -322,7 +322,6 @@ def loss_inputs(
         reference_logprobs=placed_if_any(micro.reference_logprobs),
         entropy=entropy,
         values=placed_if_any(micro.old_values),
-        kl_reference=micro.kl_reference,
     )
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 
 from rollbook.engines.address import EngineAddress
-from rollbook.engines.sglang.protocol import score_body
 from rollbook.engines.weights.rank_checksums import QUESTION, RankChecksums, read_ranks
 from rollbook.store.errors import EngineError, EngineLostError
-from rollbook.store.events import Json, TokenIds
+from rollbook.store.events import Json
 from rollbook.store.whose import FOR, ProxyIdentity
 
 SESSIONS_SINCE = "0.5.21"
@@ -126,14 +125,6 @@ class EngineControl:
     def checksums(self) -> list[RankChecksums]:
         """Every rank's own checksums of the tensors that it holds now."""
         return read_ranks(self._ask("POST", "/weights_checker", QUESTION), self.url)
-
-    def score(self, ids: TokenIds, **more: Any) -> Any:
-        """Its answer to the question for the logprobs of given tokens, for `read_scores`.
-
-        Args:
-            more: fields of the request.
-        """
-        return self._ask("POST", "/generate", score_body(ids, "", 0) | {"input_ids": ids.tolist()} | more)
 
     # The flow of requests ---------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from rollbook.engines.weights.compare import Expected
 from rollbook.store.errors import EngineError
 from rollbook.store.events import Json
 from rollbook.store.ids import new_id
-from rollbook.train.config.sync import SyncConfig
+from rollbook.train.config.config import SyncConfig
 from rollbook.train.interface import INTERFACE, interface_towards
 from rollbook.train.ranks.meeting import listening_at
 from rollbook.train.sync.control import EMBEDDED, EngineControl

@@ -164,10 +164,6 @@ _NUMBER: _Kind = ("a number", lambda value: type(value) in (int, float))
 _TRUTH: _Kind = ("true or false", lambda value: type(value) is bool)
 _TEXT: _Kind = ("a text", lambda value: type(value) is str)
 _NAMES: _Kind = ("a list of texts", lambda value: type(value) is list and all(type(v) is str for v in value))
-_PLACES: _Kind = (
-    "a list of whole numbers",
-    lambda value: type(value) is list and all(type(v) is int and v >= 0 for v in value),
-)
 _OBJECT: _Kind = ("an object", lambda value: type(value) is dict)
 CONFIG_KEYS: dict[str, _Kind] = {
     **dict.fromkeys(("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"), _WHOLE),
@@ -183,16 +179,9 @@ CONFIG_KEYS: dict[str, _Kind] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_bidirectional_attention"), _TRUTH),
     **dict.fromkeys(("hidden_act", "hidden_activation", "rope_type", "type"), _TEXT),
     **dict.fromkeys(("layer_types", "architectures"), _NAMES),
-    **dict.fromkeys(("depth", "num_heads", "in_channels", "out_hidden_size", "window_size"), _WHOLE),
-    **dict.fromkeys(("patch_size", "temporal_patch_size", "spatial_merge_size"), _WHOLE),
-    **dict.fromkeys(("num_position_embeddings",), _WHOLE),
-    **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes", "mrope_section"), _PLACES),
-    "image_token_id": _FROM_0,
-    "mrope_interleaved": _TRUTH,
     **dict.fromkeys(
         ("rope_parameters", "rope_scaling", "id2label", "full_attention", "sliding_attention"), _OBJECT
     ),
-    **dict.fromkeys(("text_config", "vision_config"), _OBJECT),
 }
 """What keys of a config.json must be, where they are there and not null, in the families that are trained."""
 

@@ -42,7 +42,6 @@ from rollbook.store.fold.trajectory import Trajectory, Turn, fold
 from rollbook.store.log.store import Store
 from rollbook.store.sql.ledger_view import shares
 from rollbook.store.sql.sandbox import Connection
-from rollbook.train.config.recipe import recorded_rewards
 from rollbook.train.select.samples import Sample, samples_of
 
 _SHARES = f"""
@@ -402,7 +401,7 @@ def consumed_by(attempt: NamingAttempt, trajectory_id: str, events: Sequence[Eve
     held = [event for event in events if holds(cut, event.lane, event.seq)]
     trajectory = fold(held).get(trajectory_id)
     recipe = attempt.manifest["recipe"]
-    paths, source = recipe.get("paths", "all"), recorded_rewards({"reward_source": "agent"} | recipe)
+    paths, source = recipe.get("paths", "all"), recipe.get("reward_source", "agent")
     samples = [] if trajectory is None else samples_of(trajectory, source, paths)
     by_leaf = {sample.leaf_turn_id: sample for sample in samples}
     places = places_of(attempt.manifest["partition"])

@@ -307,7 +307,7 @@ class TrainingService:
         """A model's own description."""
         model = self._operations.model(model_id, caller)
         settings, name = model.operations[CREATE].accepted.resolved, base_model_of(model)
-        data = {"arch": self._shape(name).architecture, "model_name": name, "tokenizer_id": name}
+        data = {"arch": self._shape(name).family, "model_name": name, "tokenizer_id": name}
         own = {"is_lora": not model.whole, "lora_rank": (settings["lora"] or {}).get("rank")}
         own |= {"model_name": name}
         return {"type": "get_info", "model_id": model_id, "model_data": data} | own

@@ -23,7 +23,7 @@ from rollbook.train.select.samples import Sample
 from rollbook.viewer.pages import missing
 from rollbook.viewer.snapshots import Snapshot
 
-OF_MODELS = frozenset({"old", "reference", "teacher", "values", "batch_score", "mismatched_kl"})
+OF_MODELS = frozenset({"old", "reference", "values", "batch_score"})
 """What of an algorithm's needs a model computes as the step begins."""
 Floats = npt.NDArray[np.float64]
 

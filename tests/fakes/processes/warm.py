@@ -30,7 +30,7 @@ TORCH = (
     *LIGHT,
     *("megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.pipeline_parallel"),
     *("rollbook.train.loop.loop", "rollbook.train.model.layer", "rollbook.train.ranks.ranks"),
-    *("rollbook.replay.step.step", "rollbook.train.step.apart", "pyarrow.dataset"),
+    *("rollbook.replay.step.step", "rollbook.train.step.reference", "pyarrow.dataset"),
 )
 """What trainings and replays need, too."""
 EMBEDDED = (*TORCH, "transformers.models.qwen3.modeling_qwen3")

@@ -17,7 +17,7 @@ import pytest
 from tests.fakes.processes.warm import TORCH, WarmProcess
 
 from rollbook.train.ranks import launch
-from rollbook.train.step import apart
+from rollbook.train.step import reference
 
 # A fork of another process than its leader is ended when that is gone, by who forked it.
 RANK = """
@@ -32,7 +32,7 @@ module.main(sys.argv[2], *(int(word) for word in sys.argv[3:]))
 
 def start(command: Sequence[str], **options: Any) -> WarmProcess:
     """What starts the process of a rank, or of a reference."""
-    assert tuple(command[1:3]) in (launch.FOLLOW, apart.PROGRAM), f"{command}: not a rank"
+    assert tuple(command[1:3]) in (launch.FOLLOW, reference.PROGRAM), f"{command}: not a rank"
     return WarmProcess([sys.executable, "-c", RANK, *command[2:]], modules=TORCH, **options)
 
 

@@ -150,7 +150,7 @@ def tiny_config(*, tied: bool = True, **changes: Any) -> Any:
     return Qwen3Config(**(values | {"tie_word_embeddings": tied} | changes))
 
 
-def make_model(folder: Path, *, tied: bool = True, seed: int = 0, **changes: Any) -> Any:
+def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Any:
     """Write a tiny model whose every weight is random, norms too; the transformers model."""
     import torch
     from transformers import Qwen3ForCausalLM
@@ -158,7 +158,7 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0, **changes: Any
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(tiny_config(tied=tied, **changes))
+    model = Qwen3ForCausalLM(tiny_config(tied=tied))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -182,14 +182,6 @@ def untied_folder() -> Path:
     """A tiny model whose output has weights of its own, made once."""
     folder = scratch() / "untied"
     make_model(folder, tied=False)
-    return folder
-
-
-@functools.cache
-def wide_folder() -> Path:
-    """A tiny model that is wider and deeper than the others, made once: a teacher."""
-    folder = scratch() / "wide"
-    make_model(folder, seed=1, hidden_size=48, num_hidden_layers=3, num_attention_heads=6)
     return folder
 
 

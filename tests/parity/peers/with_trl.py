@@ -14,7 +14,6 @@ from trl.experimental.cpo.cpo_trainer import CPOTrainer
 from trl.experimental.orpo.orpo_trainer import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
-from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
@@ -119,9 +118,7 @@ class _Generating:
         return self._case.old, None, None
 
     def _calculate_rewards(self, *_: Any) -> torch.Tensor:
-        if self.multi_objective_aggregation == "sum_then_normalize":
-            return self._case.rewards[:, None]
-        return self._case.source_rewards
+        return self._case.rewards[:, None]
 
 
 def _scored(case: Case, kind: Any, **keys: Any) -> dict[str, torch.Tensor]:
@@ -134,20 +131,6 @@ def _scored(case: Case, kind: Any, **keys: Any) -> dict[str, torch.Tensor]:
 def advantages(case: Case, scale: str = "group") -> torch.Tensor:
     """GRPO's, of `scale_rewards`; 0 outside the mask."""
     values = _scored(case, GRPOTrainer, is_grpo=True, scale_rewards=scale)["advantages"]
-    return torch.where(case.mask, values[:, None], 0.0)
-
-
-def gdpo(case: Case, weights: tuple[float, ...]) -> torch.Tensor:
-    """GRPO's advantages of several reward functions, of `multi_objective_aggregation`; 0 outside the mask."""
-    values = _scored(
-        case,
-        GRPOTrainer,
-        is_grpo=True,
-        multi_objective_aggregation="normalize_then_sum",
-        reward_weights=torch.tensor(weights, dtype=torch.float64),
-        reward_funcs=weights,
-        reward_func_names=[f"reward {at}" for at in range(len(weights))],
-    )["advantages"]
     return torch.where(case.mask, values[:, None], 0.0)
 
 
@@ -212,45 +195,6 @@ def dpo(case: Case, kind: str = "sigmoid", beta: float = 0.1) -> torch.Tensor:
     )
     inputs = {"input_ids": mask, "attention_mask": mask, "completion_mask": mask}
     return DPOTrainer._compute_loss(trainer, lambda **_: policy, inputs, False)
-
-
-def kto(
-    case: Case, loss_type: str = "kto", beta: float = 0.1, good: float = 1.0, bad: float = 1.0
-) -> torch.Tensor:
-    """The trainer's loss; samples of a reward above 1 are chosen. What the policy and the reference say of
-    mismatched completions is `old` and `rollout`; the first column of what the trainer sees is a prompt's."""
-
-    def model_of(own: torch.Tensor, mismatched: torch.Tensor) -> Any:
-        def model(input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
-            values = torch.where(case.mask, mismatched if bool(input_ids[0, 0]) else own, 0.0)
-            return SimpleNamespace(log_probs=values, entropy=values, mean_logits=values)
-
-        return model
-
-    policy = torch.nn.Identity()
-    policy.is_gradient_checkpointing = False
-    trainer = SimpleNamespace(
-        model=policy,
-        ref_model=model_of(case.reference, case.rollout),
-        accelerator=_accelerator(),
-        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
-        aux_loss_enabled=False,
-        precompute_ref_logps=False,
-        calculate_KL=loss_type == "kto",
-        loss_type=loss_type,
-        beta=beta,
-        desirable_weight=good,
-        undesirable_weight=bad,
-        _metrics=_metrics(),
-        _total_train_tokens=0,
-        _tp_size=1,
-    )
-    trainer._compute_kl_logps = partial(KTOTrainer._compute_kl_logps, trainer)
-    mask = torch.nn.functional.pad(case.mask.long(), (1, 0))
-    names = ("input_ids", "attention_mask", "completion_mask")
-    inputs = dict.fromkeys(names, mask) | {f"KL_{name}": mask for name in names}
-    inputs |= {"KL_input_ids": torch.ones_like(mask), "label": case.rewards > 1}
-    return KTOTrainer._compute_loss(trainer, model_of(case.logprobs, case.old), inputs, False)
 
 
 def _means(case: Case) -> tuple[torch.Tensor, torch.Tensor]:

@@ -170,26 +170,6 @@ _OF_GROUPS += (
     ),
 )
 
-_WEIGHTS = (1.0, 0.5, -2.0)
-_OF_SOURCES = (
-    Row(
-        "gdpo",
-        "TRL",
-        "normalize_then_sum with 1e-4",
-        partial(ours.advantages, name="gdpo", reward_weights=_WEIGHTS, std_epsilon=1e-4),
-        partial(with_trl.gdpo, weights=_WEIGHTS),
-        double=1e-7,  # TRL has n / (n - 1) in float32
-    ),
-    Row(
-        "batch_normalization",
-        "formula",
-        "a loop over groups with none",
-        partial(ours.advantages, name="gdpo", reward_weights=_WEIGHTS, batch_normalization="none"),
-        partial(formulas.by_source, weights=_WEIGHTS),
-        RAGGED,
-    ),
-)
-
 _OF_TURNS = (
     *(
         Row(
@@ -410,4 +390,4 @@ _SHAPING = (
     ),
 )
 
-ROWS = _OF_GROUPS + _OF_SOURCES + _OF_TOKENS + _OF_TURNS + _WHITENING + _SHAPING
+ROWS = _OF_GROUPS + _OF_TOKENS + _OF_TURNS + _WHITENING + _SHAPING

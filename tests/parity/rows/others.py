@@ -144,30 +144,6 @@ _PREFERENCES = (
         double=None,  # TRL takes odds in float32
     ),
     Row(
-        "kto",
-        "TRL",
-        "KTOTrainer kto",
-        partial(ours.label_loss, beta=0.3),
-        partial(with_trl.kto, beta=0.3),
-        double=1e-12,
-    ),
-    Row(
-        "reference_point",
-        "TRL",
-        "KTOTrainer apo_zero_unpaired with zero",
-        partial(ours.label_loss, beta=0.3, reference_point="zero"),
-        partial(with_trl.kto, loss_type="apo_zero_unpaired", beta=0.3),
-        double=1e-12,
-    ),
-    Row(
-        "desirable_weight",
-        "TRL",
-        "desirable_weight, undesirable_weight",
-        partial(ours.label_loss, beta=0.3, desirable_weight=0.4, undesirable_weight=1.6),
-        partial(with_trl.kto, beta=0.3, good=0.4, bad=1.6),
-        double=1e-12,
-    ),
-    Row(
         "sft_weight",
         "formula",
         "equation 2",

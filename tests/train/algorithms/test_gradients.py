@@ -78,8 +78,7 @@ def _value_loss(clip: float | None) -> Of:
 
 def _pairs(name: str = "dpo", **keys: Any) -> Of:
     algorithm = recorded_algorithm({"name": name} | keys)
-    others: dict[str, Any] = {"reference_logprobs": _normal(8), "kl_reference": 0.3}
-    return lambda logprobs: algorithm.loss(_inputs(logprobs, logprobs, **others))
+    return lambda logprobs: algorithm.loss(_inputs(logprobs, logprobs, reference_logprobs=_normal(8)))
 
 
 def _reward_model(**keys: Any) -> Of:
@@ -121,8 +120,6 @@ PARTS: dict[str, Of] = {
     "dpo, with cross-entropy": _pairs(sft_weight=0.7),
     "simpo": _pairs("simpo"),
     "orpo": _pairs("orpo", odds_weight=0.5),
-    "kto": _pairs("kto", beta=0.5, desirable_weight=0.7),
-    "kto, zero": _pairs("kto", reference_point="zero", undesirable_weight=1.3),
     **{
         f"reward model, {keys}": _reward_model(**keys)
         for keys in (

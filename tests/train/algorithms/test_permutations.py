@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollbook.train.algorithms.advantages import BASELINES
-from rollbook.train.algorithms.distillation import REWARDS
-from rollbook.train.algorithms.gdpo import OF_THE_SUM
 from rollbook.train.algorithms.policy_gradient import GroupPolicyGradient
 from rollbook.train.algorithms.registry import ALGORITHMS, recorded_algorithm
 from rollbook.train.algorithms.rollouts import Rollouts
@@ -25,8 +23,6 @@ KEYS: list[dict[str, Any]] = [
     {"discount": 0.9, "discount_unit": "turn", "turn_rewards": True},
     {"reward_kl": 0.2},
     {"reward_kl": 0.2, "kl_bound": "all"},
-    {"teacher_kl": 0.5},
-    {"teacher_kl": 0.5, "teacher_discount": 0.9, "whitening": "unbiased"},
     {"truncated_reward": 0.5},
     {"overlong_length": 5, "overlong_buffer": 4},
     {"reward_clip": [-0.5, 0.5]},
@@ -52,8 +48,7 @@ def _rollouts(seed: int) -> Rollouts:
     random = np.random.default_rng(seed)
     count = int(random.integers(1, 13))
     names = random.integers(0, 6, count)
-    rewards, parts = random.normal(size=6), random.normal(size=(6, 2))
-    parts[random.random(parts.shape) < 0.2] = np.nan
+    rewards = random.normal(size=6)
     lengths = random.integers(0, 5, count)
     total = int(lengths.sum())
     return Rollouts(
@@ -65,11 +60,8 @@ def _rollouts(seed: int) -> Rollouts:
         turn_rewards=random.normal(size=total),
         old_logprobs=(8 * random.normal(size=total)).astype(np.float32),
         reference_logprobs=random.normal(size=total).astype(np.float32),
-        teacher_logprobs=np.where(random.random(total) < 0.2, np.nan, random.normal(size=total)).astype("f4"),
         values=random.normal(size=total).astype(np.float32),
         number_turns=lambda: np.concatenate([np.zeros(0, np.int64), *(np.arange(n) // 2 for n in lengths)]),
-        reward_parts=parts[names],
-        reward_weights=np.array([1.0, -0.5]),
     )
 
 
@@ -83,15 +75,12 @@ def _tokens(rollouts: Rollouts, order: Any) -> Any:
 def _permuted(rollouts: Rollouts, order: Any) -> Rollouts:
     at, turns = _tokens(rollouts, order), rollouts.turns
     assert turns is not None
-    tokens = ("turn_rewards", "old_logprobs", "reference_logprobs", "teacher_logprobs", "values")
+    tokens = ("turn_rewards", "old_logprobs", "reference_logprobs", "values")
     return replace(
         rollouts,
         groups=rollouts.groups[order],
         trajectories=rollouts.trajectories[order],
-        **{
-            name: getattr(rollouts, name)[order]
-            for name in ("rewards", "lengths", "truncated", "reward_parts")
-        },
+        **{name: getattr(rollouts, name)[order] for name in ("rewards", "lengths", "truncated")},
         **{name: getattr(rollouts, name)[at] for name in tokens},
         number_turns=lambda: turns[at],
     )
@@ -117,9 +106,7 @@ def _check(values: dict[str, Any], seed: int) -> None:
 def test_of_every_algorithm(keys: dict[str, Any], seed: int) -> None:
     """With each key that has a part in advantages."""
     for name in NAMES:
-        refused = {"gdpo": OF_THE_SUM, "distillation": REWARDS}.get(name, ())
-        if not keys.keys() & set(refused):
-            _check({"name": name} | keys, seed)
+        _check({"name": name} | keys, seed)
 
 
 @given(st.integers(0, 2**31))

@@ -14,8 +14,10 @@ from pydantic import ValidationError
 
 from rollbook.train.algorithms.algorithm import LossInputs
 from rollbook.train.algorithms.normalizers import Totals
-from rollbook.train.algorithms.preferences import Dpo, Orpo, Pairs, Simpo
+from rollbook.train.algorithms.orpo import Orpo
+from rollbook.train.algorithms.preferences import Dpo, Pairs
 from rollbook.train.algorithms.rollouts import Rollouts
+from rollbook.train.algorithms.simpo import Simpo
 
 MASK = torch.tensor([[1, 1, 0], [0, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
 """Two pairs."""

@@ -15,7 +15,6 @@ from rollbook.store import Store
 from rollbook.store.errors import TrainError
 from rollbook.store.events import StepPlanned
 from rollbook.train.algorithms import parts
-from rollbook.train.algorithms.gdpo import OF_THE_SUM
 from rollbook.train.algorithms.parts import check_advantages
 from rollbook.train.algorithms.registry import ALGORITHMS
 from rollbook.train.algorithms.rollouts import Advantages, Rollouts
@@ -176,8 +175,6 @@ def test_all_of_ours_pass(name: str) -> None:
     if "surrogate" in ALGORITHMS[name].model_fields:
         keys = {"kl": 0.1, "reward_kl": 0.1, "entropy": 0.1, "dual_clip": 3.0, "turn_rewards": True}
         keys |= {"old": "trainer", "correction": "icepop", "overlong_length": 4, "truncated_reward": 0.5}
-    if name == "gdpo":  # which takes no key of the whole reward
-        keys = {key: value for key, value in keys.items() if key not in OF_THE_SUM}
     try_out(ALGORITHMS[name].model_validate({"name": name} | keys))
 
 

@@ -37,7 +37,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "ppo": {"algorithm": {"name": "ppo", "groups": 8, "mini_batches": 2}, "critic": {"lr": 0.01}},
     "dpo": {"algorithm": {"name": "dpo"} | PAIRS},
-    "kto": {"algorithm": {"name": "kto", "batch_size": 6, "desirable_above": 0.5}},
     "reward_model": {
         "algorithm": {"name": "reward_model", "batch_sum_to_zero": 0.1} | PAIRS,
         "policy": "reward",

@@ -13,9 +13,8 @@ from rollbook.demo.run import GRPO_CONFIG, SFT_CONFIG
 from rollbook.store.errors import ConfigError, RollbookError
 from rollbook.train.algorithms.policy_gradient import Grpo
 from rollbook.train.algorithms.sft import Sft
-from rollbook.train.config.config import parse_config
+from rollbook.train.config.config import SyncConfig, parse_config
 from rollbook.train.config.files import load_config
-from rollbook.train.config.sync import SyncConfig
 
 GOOD = 'model = "m"\nsteps = 3\n[algorithm]\nname = "sft"\n'
 

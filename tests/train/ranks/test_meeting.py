@@ -19,7 +19,7 @@ from rollbook.store.errors import ConfigError, RankError
 from rollbook.train.ranks import meeting as meetings
 from rollbook.train.ranks.meeting import SECRET, Meeting, MeetingPoint, Signer, meet
 from rollbook.train.ranks.ranks import Place, follow, place_in, shared_secret
-from rollbook.train.step.apart import serve
+from rollbook.train.step.reference import serve
 from rollbook.train.sync.transports import INTERFACE, gloo_at
 
 REFUSED = "is not signed by a rank of this training, and was not read"

@@ -22,8 +22,8 @@ from rollbook.train.loop import trainer
 from rollbook.train.ranks import launch
 from rollbook.train.ranks.backend import TrainablePolicy
 from rollbook.train.ranks.ranks import Place, Ranks
-from rollbook.train.step import apart as processes
-from rollbook.train.step.apart import spare_gpus
+from rollbook.train.step import reference
+from rollbook.train.step.reference import spare_gpus
 
 Stores = Callable[..., Store]
 HELD = {"name": "grpo", "groups": 1, "group_size": 4, "kl": 0.5, "old": "trainer", "ref_update_interval": 2}
@@ -42,7 +42,7 @@ def started(warm_ranks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
 
     def starts(command: Any, **options: Any) -> Any:
         process = start(command, **options)
-        begun.extend([process] * (tuple(command[1:3]) == processes.PROGRAM))
+        begun.extend([process] * (tuple(command[1:3]) == reference.PROGRAM))
         return process
 
     monkeypatch.setattr(launch.subprocess, "Popen", starts)
@@ -120,10 +120,10 @@ def test_it_ends_or_hangs(
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "_plan", ends)
         reason = "was ended by SIGKILL" if ending == signal.SIGKILL else "hangs; it is in"
-        with pytest.raises(RankLostError, match=f"the process of the reference {reason}"):
+        with pytest.raises(RankLostError, match=f"the reference's process {reason}"):
             fabric.train(log, settings)
     (failed,) = records_of(log, StepFailed)
-    assert (failed.step, "the process of the reference" in failed.error) == (1, True)
+    assert (failed.step, "the reference's process" in failed.error) == (1, True)
     assert "waitForInput" not in capfd.readouterr().err
     fabric.train(log, settings.model_copy(update={"reference_apart": False}))
     assert [step.step for step in records_of(log, StepCommitted)] == [0, 1]
@@ -147,11 +147,11 @@ def test_it_ends_with_its_training() -> None:
         "import sys, time, torch\n"
         "from pathlib import Path\n"
         "from rollbook.train.config.parallel import ParallelConfig\n"
-        "from rollbook.train.step.apart import ModelProcess\n"
+        "from rollbook.train.step.reference import ReferenceProcess\n"
         "from rollbook.train.model.model import Build\n"
         "from rollbook.train.model.shape import read_shape\n"
         "how = Build(1, torch.device('cpu'), 0, 1, trains=False)\n"
-        "process = ModelProcess('the reference', read_shape(Path(sys.argv[1])), how, ParallelConfig(), 1)\n"
+        "process = ReferenceProcess(read_shape(Path(sys.argv[1])), how, ParallelConfig(), 1)\n"
         "print(process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -203,13 +203,13 @@ def _all_but(name: str) -> Callable[[Any, str, Any], None]:
 )
 def test_the_gpus_that_are_left(visible: str, taken: int, wanted: int, left: str) -> None:
     """After those of the ranks."""
-    assert spare_gpus({"CUDA_VISIBLE_DEVICES": visible}, taken, wanted, "the reference") == left
+    assert spare_gpus({"CUDA_VISIBLE_DEVICES": visible}, taken, wanted) == left
 
 
 def test_no_gpu_is_left() -> None:
     """The error says who has them."""
-    with pytest.raises(ConfigError, match="takes 2 of this host's 2 GPUs, and the reference wants 1"):
-        spare_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, 2, 1, "the reference")
+    with pytest.raises(ConfigError, match="takes 2 of this host's 2 GPUs, and its reference wants 1"):
+        spare_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}, 2, 1)
 
 
 def test_it_has_no_gradients() -> None:

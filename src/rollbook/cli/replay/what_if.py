@@ -139,7 +139,7 @@ def run_what_if(
         result = what_if(log, request, run, policy, say_line if lines else lambda sides: None)
     written = None
     if request.rescoring is not None and write:
-        written = write_rewards(log, result.run, request.rescoring, result.reward_sources, replaces=replaces)
+        written = write_rewards(log, result.run, request.rescoring, result.reward_source, replaces=replaces)
     if as_json:
         print_json(described(result) | {"written": None if written is None else asdict(written)})
     else:

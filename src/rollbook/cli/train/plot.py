@@ -33,10 +33,7 @@ def plot(
     policy: Policy = "actor",
     metrics: Annotated[
         list[str] | None,
-        typer.Option(
-            "--metric",
-            help="Columns of the view metrics, or reward.SOURCE, a panel each; default: the dashboard.",
-        ),
+        typer.Option("--metric", help="Columns of the view metrics, a panel each; default: the dashboard."),
     ] = None,
     by: Annotated[
         Literal["step", "version"], typer.Option(help="Over steps, or over policy versions.")
@@ -172,11 +169,10 @@ def drawn_metrics() -> list[str]:
 
 def _check(output: Path, metrics: Sequence[str]) -> None:
     from rollbook.store.errors import ConfigError
-    from rollbook.store.sql.training_views import OF_SOURCE
 
     drawn = drawn_metrics()
-    if unknown := [name for name in metrics if name not in drawn and not name.startswith(OF_SOURCE)]:
-        raise ConfigError(f"--metric {visible(unknown[0])}: there are {', '.join(drawn)}, {OF_SOURCE}SOURCE")
+    if unknown := [name for name in metrics if name not in drawn]:
+        raise ConfigError(f"--metric {visible(unknown[0])}: there are {', '.join(drawn)}")
     if output.suffix not in ENDINGS:
         raise ConfigError(f"--output {output}: name a file that ends in {', '.join(ENDINGS)}")
     if not output.absolute().parent.is_dir():
@@ -208,19 +204,11 @@ def read_curves(log: Store, cut: Cut, wanted: Wanted) -> list[Curve]:
 
 
 def _steps(connection: Connection, wanted: Wanted, metrics: Sequence[str]) -> dict[tuple[str, str], Points]:
-    from json import dumps
-
-    from rollbook.store.sql.training_views import OF_SOURCE
-
     at = "step" if wanted.by == "step" else "policy_version"
-    paths = {f"path{i}": f"$.{dumps(m)}" for i, m in enumerate(metrics) if m.startswith(OF_SOURCE)}
-    columns = [_COLUMN.format(f"path{i}") if f"path{i}" in paths else m for i, m in enumerate(metrics)]
     rows = connection.execute(
-        f"SELECT run, {at}, {', '.join(columns)} FROM metrics "
-        "JOIN (SELECT run, step, policy, status, metrics AS recorded FROM steps) "
-        "USING (run, step, policy, status) "
+        f"SELECT run, {at}, {', '.join(metrics)} FROM metrics "
         f"WHERE policy = $policy AND status = 'committed' AND {at} >= $first ORDER BY run, step",
-        {"policy": wanted.policy, "first": wanted.first} | paths,
+        {"policy": wanted.policy, "first": wanted.first},
     ).fetchall()
     points: dict[tuple[str, str], Points] = {}
     for run, place, *values in rows:
@@ -228,10 +216,6 @@ def _steps(connection: Connection, wanted: Wanted, metrics: Sequence[str]) -> di
             if value is not None:
                 points.setdefault((run, metric), []).append((place, value))
     return points
-
-
-_COLUMN = "CAST(json_extract_string(recorded, ${}) AS DOUBLE)"
-"""A metric that has no column."""
 
 
 def _begun(connection: Connection, wanted: Wanted) -> dict[str, tuple[int, ...]]:

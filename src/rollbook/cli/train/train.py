@@ -156,9 +156,7 @@ def print_plan(config: TrainConfig, path: Path, as_of: str, ranks: int | None, *
     layout = sizes.described(count)
     if count > 1:
         ranks_text += f" ({', '.join(f'{key} {size}' for key, size in layout.items())})"
-    of_model = (
-        f"{shape.architecture}, {shape.layers} layers, {parameters(shape):,} parameters in {config.dtype}"
-    )
+    of_model = f"{shape.family}, {shape.layers} layers, {parameters(shape):,} parameters in {config.dtype}"
     say(f"{of_model}; {ranks_text}")
     source = "in the log" if recorded.longest else "the model's context: the log has no samples yet"
     say(f"forward passes of {need.passes.removesuffix(',')}; longest sample: {longest} tokens ({source})")

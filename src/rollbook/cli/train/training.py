@@ -47,7 +47,6 @@ EVALUATED = {
     "loss": "loss {:.4f}",
     "preference_accuracy": "accuracy {:.3f}",
     "preference_margin": "margin {:.3f}",
-    "label_accuracy": "accuracy {:.3f}",
     "reward": "reward {:.3f}",
     "success": "success {:.3f}",
 }
